@@ -1,8 +1,8 @@
 /* qwen3.cu: the Qwen3 language model, as a text to study.
 
    Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
-   Book II   the same on a GPU, for nvcc: one kernel for each op. Each is tested against its definition in Book I. The
-             kernels of products, attention, sampling and the backward pass are in gpu/.
+   Book II   the same ops on a GPU, for nvcc. Each kernel is tested against its op in Book I. Small kernels are in this
+             file, norm and RoPE in gpu/heads.h; products, attention, sampling and the backward pass are in gpu/.
 
    Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
@@ -12,30 +12,32 @@
    sampler picks an id, which is the next input. The KV cache holds the keys and values of all past tokens, so each step
    computes one token only.
 
-   One layer; x is the residual stream:
+   One layer. x is the residual stream; the second line begins with the x of the first:
      x (N,C) -> rmsnorm (N,C) -> q (N,HD), k, v (N,KD) -> head norms, RoPE -> attention (N,HD) -> o (N,C) -> + x
      x (N,C) -> rmsnorm (N,C) -> gate, up (N,F)        -> silu(gate) * up (N,F)         -> down (N,C)     -> + x
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
-               F feed-forward size   V vocabulary rows   L layers   B sequences   G = H / K
-               (N,C) is a row-major array of N rows of C numbers. A product y = W x has W of (out, in).
+               F feed-forward size   V rows of the vocabulary   L layers   B sequences   G = H / K query heads a KV head
+               n a token (row)   i a column   r a row of W   h a head   m a key's position; of an Adapter: its modules
+               (N,C) is a row-major array of N rows of C numbers. W has shape (out, in): y = W x for one token, and
+               y = x W^T for the rows of x together. The head is the last product; a head is one of attention's.
    Types       T is the stored type: bf16, float or double. acc<T> is the type of sums: float (double for double).
-               The residual stream is acc<T>; everything else between ops is T.
+               The residual stream, logits and lse are acc<T>. The other arrays between ops are T.
 
    Contracts
-   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Ops that take time exist twice more:
-     `op_cpu` in cpu/ for the vector and matrix instructions of CPUs, `op_gpu` in Book II and gpu/. RUN chooses.
+   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Each op that takes time has two more
+     versions: `op_cpu` in cpu/ for the instructions of CPUs, `op_gpu` in Book II and gpu/. RUN (section 4) chooses.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
      number of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On
      a GPU the same batch gives the same bits; with `invariant` a row's bits do not depend on its batch there either.
    - A user's error is thrown as Error: one line that names the file and the fault.
-   - Memory is planned once (Arena). On a GPU `forward` and `backward` allocate nothing; on a CPU some ops keep scratch,
-     which grows to the largest batch and stays.
+   - Memory is planned once (Arena). On a GPU `forward` and `backward` allocate nothing. The ops in cpu/ keep scratch,
+     which grows to the largest batch and stays. Book I's own attention allocates its rows of scores.
 
    Easy to get wrong: RoPE rotates the halves (i, i + D/2), not neighbours; q and k are RMS-normalised head by head
-   *before* RoPE; D is not C / H; a tied head is the embedding; there are several end tokens; ids from the tokenizer's
-   count up to V have rows but do not exist, and must not be sampled.
+   *before* RoPE; D is not C / H; a tied model's head is the embedding's matrix; there are several end tokens; the
+   vocabulary has more rows (V) than the tokenizer has ids: the rows from there on must not be sampled.
 
    Contents
    Book I     1 Ops on rows    2 Products    3 Tokens, cache and attention    4 forward    5 generate
@@ -69,7 +71,7 @@
 // ###################################################### Book I #######################################################
 
 // ======================================================================================================= 1 Ops on rows
-// A loop over tokens may run in parallel; a row does not depend on that.
+// The loop over tokens may run in parallel. The threads share no sum, so a row's bits do not depend on their number.
 
 // 1 / sqrt(mean(x^2) + eps) of one row.
 template <class T> acc<T> rms_factor(const T* x, int n, float eps) {
@@ -105,8 +107,8 @@ void swiglu(T* out,           // (N,F) out
         }
 }
 
-// ---- RoPE's angles: position * theta^(-2i/D) of plane i, as cosine and sine. In float32 (double for double), as
-// Hugging Face computes them: the models were trained so.
+// ---- fill_rope: cosine and sine of RoPE's angles. Numbers i and i + D/2 of a head form plane i. Its angle is
+// position * theta^(-2i/D), computed in float (for double in double), as Hugging Face does.
 template <class A>
 void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
                int positions, int D, double theta) {
@@ -123,39 +125,40 @@ void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
 
 // ========================================================================================================== 2 Products
 
-// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021) of up to three blocks of a product, m
-// modules in all: y += s B (A drop(x)). The A of module j is rows j * rank .. (j + 1) * rank of `A`. Its B is the rows
-// of its block and the columns j * rank .. of `B`; all other numbers of `B` are zero.
+// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021). A Linear has up to three blocks of rows
+// (q, k, v). Each block may have one module, a pair (A_j, B_j); there are m modules. Module j adds s B_j A_j drop_j(x)
+// to its block of y. A_j is the rows j * rank .. (j + 1) * rank - 1 of `A`. The same columns of `B` hold s B_j in the
+// rows of its block, and zeros in all other rows.
 template <class T> struct Adapter {
     int rank = 0;                     // 0: no adapter
-    int true_rank = 0;                // the file's; rows of A, columns of B past it are zero, and stay so in training
+    int true_rank = 0;                // rank in the file; A_j has zero rows, B_j zero columns from there on
     int modules = 0;                  // m
-    int block[3] = {};                // (m) of the Linear
-    int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): names the dropout mask
+    int block[3] = {};                // (m) the block of module j: 0, 1 or 2
+    int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): selects the dropout mask
     float s = 1;                      // alpha / rank; rslora: alpha / sqrt(rank)
     T* A = nullptr;                   // (m * rank, in)
-    T* B = nullptr;                   // (out, m * rank): s B
-    T* h = nullptr;                   // (N, m * rank) A drop(x), which backward reads again
-    uint32_t* kept = nullptr;         // on a GPU: what drop(x) keeps, for backward too; see DropoutMasks
+    T* B = nullptr;                   // (out, m * rank) s B; AdamW trains B and stores s B here
+    T* h = nullptr;                   // (N, m * rank) A drop(x): written by the product, read by the backward pass
+    uint32_t* kept = nullptr;         // on a GPU: the masks of forward, for the backward pass; see DropoutMasks
     const Dropout* dropout = nullptr; // training only
     size_t width() const { return (size_t)modules * rank; }
 };
 
-// The weights of a product y = W x, in up to three blocks of rows that are separate tensors in the file (q, k, v; gate,
-// up). They are stored as T, or in a format of fewer bits that model/formats.h defines.
+// The weights of a product y = W x. W has up to three blocks of rows, which are separate tensors in the file (q, k, v;
+// gate, up). A number is stored as T (PLAIN) or in a format of fewer bits (model/formats.h).
 template <class T> struct Linear {
-    Format format = Format::PLAIN; // of all blocks
-    const T* w[3] = {};            // PLAIN
-    const int8_t* q[3] = {};       // (rows, row_bytes), all others
-    const void* scale[3] = {};     // (rows / group_rows, groups)
-    const uint8_t* zero[3] = {};   // INT4: (rows, groups) or null
-    int group = GROUP, group_rows = 1;
+    Format format = Format::PLAIN;     // of every block
+    const T* w[3] = {};                // PLAIN: (rows, in) of each block
+    const int8_t* q[3] = {};           // other formats: (rows, row_bytes) of each block
+    const void* scale[3] = {};         // other formats: (rows / group_rows, groups)
+    const uint8_t* zero[3] = {};       // INT4: (rows, groups) zero points, or null: all are 8
+    int group = GROUP, group_rows = 1; // columns and rows that share a scale
     int rows[3] = {};
     int in = 0;
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
     int groups() const { return (in + group - 1) / group; }
-    size_t row_bytes() const { // of q
+    size_t row_bytes() const { // bytes of a row of q
         return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
     }
     // W[r][i] in any format.
@@ -179,8 +182,8 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
         }
 }
 
-// x[n][i] behind the dropout of an adapter's module j: in training 0 or x / (1 - p), else x. (Not rounded:
-// implementations may divide last.)
+// drop_j(x)[n][i]: in training 0 or x[n][i] / (1 - p), else x[n][i]. It is not rounded to T, so a faster version may
+// multiply the finished sum by 1 / (1 - p).
 template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) {
     const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
     const Dropout* d = W.adapter.dropout;
@@ -204,8 +207,8 @@ void lora_down(T* h,       // (N, m * rank) out
         }
 }
 
-// x W^T with W's adapter, if it has one: s B h is added before anything is rounded. (B is zero where a row and a module
-// do not belong together.)
+// x W^T, plus h (s B)^T if W has an adapter. h is rounded to T; the sum of both is rounded once. (B is zero where a row
+// does not belong to a module's block.)
 template <class T, class Store> void adapted_product(const Linear<T>& W, const T* x, int N, Store store) {
     const Adapter<T>& a = W.adapter;
     if (a.rank) lora_down(a.h, x, W, N);
@@ -220,7 +223,7 @@ template <class T>
 void linear(T* out,     // (N, W.out) out
             const T* x, // (N, W.in)
             const Linear<T>& W, int N) {
-    const size_t ld = W.out();
+    const size_t ld = W.out(); // numbers from one row of out to the next
     adapted_product(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
 }
 
@@ -245,17 +248,19 @@ void norm_linear(T* out,          // (N, W.out) out
     linear(out, normed, W, N);
 }
 
-// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
+// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T)
 template <class T>
-void norm_linear_swiglu(T* out,     // (N,F) out
-                        T* gate_up, // (N,2F) out
-                        T* normed,  // (N,C) as norm_linear's, with the next two
-                        const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
+void norm_linear_swiglu(T* out,          // (N,F) out
+                        T* gate_up,      // (N,2F) out; may be null on a GPU
+                        T* normed,       // (N,C) scratch, as norm_linear's
+                        const acc<T>* x, // (N,C)
+                        const T* w,      // (C)
+                        const Linear<T>& W, int N, float eps) {
     norm_linear(gate_up, normed, x, w, W, N, eps);
     swiglu(out, gate_up, N, W.rows[0]);
 }
 
-// ---- head: the logits of R given rows, as acc<T>: never rounded to T
+// ---- head: the logits of R chosen tokens. They stay acc<T>: they are not rounded to T.
 template <class T>
 void head(acc<T>* logits,  // (R,V) out
           T* picked,       // (R,C) scratch
@@ -269,10 +274,11 @@ void head(acc<T>* logits,  // (R,V) out
 
 // ======================================================================================= 3 Tokens, cache and attention
 
-// N packed tokens of B sequences. The rows of a sequence are adjacent and in order of position. Sequences of one row
-// come first (decoding), longer ones (prompts, training) follow. Spare rows have seq = -1: ops that read tokens skip
-// them, the others compute rows that are not read. On a GPU the arrays are in its memory. Keys and values are in pages
-// of 16 tokens (model/kv_cache.h); row seq of the block table lists the pages of a sequence.
+// N packed tokens of B sequences. The rows of a sequence are adjacent and in order of position. Each of the first
+// `singles` rows is the only row of its sequence (decoding). The sequences after them have any number of rows (prompts,
+// training). A spare row has seq = -1. Ops that use token, pos or slot skip it; other ops compute a result that is not
+// read. On a GPU the arrays are in its memory. Keys and values are in pages of 16 tokens (model/kv_cache.h); row seq[n]
+// of the block table lists the pages of token n's sequence.
 struct Batch {
     int N, B;
     const int* token; // (N)
@@ -281,9 +287,9 @@ struct Batch {
     const int* slot;  // (N) where its key and value go: page * 16 + offset
     const int* pages; // (B, max_pages) block table
     int max_pages;    // pages a sequence can have
-    int singles = 0;  // the first rows, each of which is the only one of its sequence
+    int singles = 0;  // leading rows that are the only row of their sequence
     int splits = 1;   // GPU: splits of SPLIT keys in the longest of these sequences
-    int longest = 0;  // GPU: keys of the longest other sequence; 0: not known
+    int longest = 0;  // GPU: keys of the longest sequence after them; 0: not known
     bool fp8 = false; // the cache is FP8: see KVRow
 };
 
@@ -293,18 +299,20 @@ void embed(acc<T>* x,              // (N,C) out
            const Linear<T>& table, // (V,C)
            const Batch& b, int C) {
     #pragma omp parallel for schedule(static) if (b.N > 4)
-    for (int n = 0; n < b.N; n++)
-        for (int i = 0; i < C && b.seq[n] >= 0; i++) x[(size_t)n * C + i] = table.at(b.token[n], i);
+    for (int n = 0; n < b.N; n++) {
+        if (b.seq[n] < 0) continue;
+        for (int i = 0; i < C; i++) x[(size_t)n * C + i] = table.at(b.token[n], i);
+    }
 }
 
-constexpr int MAX_HEAD = 512; // D; model/model_file.h refuses more
+constexpr int MAX_HEAD = 512; // the largest D; model/model_file.cpp refuses more
 
-// ---- qknorm_rope_kv: the q and k heads of each token are RMS-normalised, then rotated in each plane (i, i + D/2) by
-// the angle pos * theta^(-2i/D)      (Su et al., "RoFormer", 2021, in the half-split layout); k and v go to the cache.
+// ---- qknorm_rope_kv: each q and k head of a token is RMS-normalised. Then RoPE rotates its planes (i, i + D/2) by the
+// angles of fill_rope (Su et al., "RoFormer", 2021). The rotated k, and v as it is, go to the cache.
 template <class T>
 void qknorm_rope_kv(T* q,               // (N,HD) out
-                    T* keys,            // one layer's cache, out
-                    T* values,          // one layer's cache, out
+                    T* keys,            // (pages, K, 16, D) one layer's cache, out
+                    T* values,          // the same, out
                     const T* qkv,       // (N,(H+2K)D)
                     const T* q_weight,  // (D)
                     const T* k_weight,  // (D)
@@ -341,14 +349,14 @@ template <class T>
 void attention(T* out,          // (N,HD) out
                acc<T>* lse,     // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
                const T* q,      // (N,HD)
-               const T* keys,   // one layer's cache
-               const T* values, // one layer's cache
+               const T* keys,   // (pages, K, 16, D) one layer's cache
+               const T* values, // the same
                const Batch& b, int H, int K, int D) {
     #pragma omp parallel for schedule(dynamic)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
         const int length = b.pos[n] + 1, *pages = b.pages + (size_t)b.seq[n] * b.max_pages;
-        std::vector<acc<T>> p(length), mix(D);
+        std::vector<acc<T>> p(length), mix(D); // p[m]: the score of key m, then e^(score - top); mix: sum_m p[m] v_m
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
             auto at = [&](const T* cache, int m) {
@@ -375,10 +383,18 @@ void attention(T* out,          // (N,HD) out
     }
 }
 
-// ---- attend: the input of o from qkv: both. `q` is scratch.
+// ---- attend: from qkv to the input of o: qknorm_rope_kv, then attention
 template <class T>
-void attend(T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight,
-            const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
+void attend(T* out,             // (N,HD) out
+            acc<T>* lse,        // (N,H) out, or null
+            T* q,               // (N,HD) out: q after norm and RoPE
+            T* keys,            // (pages, K, 16, D) one layer's cache, out
+            T* values,          // the same, out
+            const T* qkv,       // (N,(H+2K)D)
+            const T* q_weight,  // (D)
+            const T* k_weight,  // (D)
+            const acc<T>* rope, // (positions, D/2, 2)
+            const Batch& b, int H, int K, int D, float eps) {
     qknorm_rope_kv(q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
     attention(out, lse, q, keys, values, b, H, K, D);
 }
@@ -390,7 +406,7 @@ struct Config {
     int C, L, H, K, D, F, V, max_positions;
     float eps;
     double rope_theta;
-    bool tied;
+    bool tied;                   // the head's matrix is the embedding's
     std::vector<int> end_tokens; // any of them ends an answer
 };
 
@@ -407,12 +423,12 @@ template <class T> struct Weights {
     std::vector<Layer<T>> layers;
     const T* norm = nullptr;     // (C)
     Linear<T> head;              // (V,C), the embedding when tied
-    std::vector<std::shared_ptr<void>> converted; // the tensors that the file stores in another form
-    Arena gpu;                   // holds all of them after `upload`
+    std::vector<std::shared_ptr<void>> converted; // memory of the tensors that are not used in the mapped file
+    Arena gpu;                   // after `upload`: all weights, in the GPU's memory
 
-    // From a checkpoint (model/weights.h). A tensor stored as T is used in the mapped file; others are converted once.
-    // With `int8` every matrix becomes INT8. With `packed` a quantised matrix keeps its format if Linear has it, else
-    // it becomes INT8. Norms stay as they are.
+    // Reads a checkpoint (model/weights.cpp). A tensor that the file stores as T is used in place, and an INT8 matrix
+    // stays INT8. Other tensors are converted to T. With `int8` every matrix becomes INT8. With `packed` a quantised
+    // matrix keeps its format if Linear has it, else it becomes INT8. Norms are always T.
     explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
     Weights() = default; // for lab/decode, which fills it
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
@@ -420,8 +436,8 @@ template <class T> struct Weights {
 };
 template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // gpu/upload.cu
 
-// The arrays between ops, for up to N tokens. Inference has one set for all layers. In training each layer has its own
-// arrays of all that the backward pass reads. model/plans.cpp takes them from an arena.
+// The arrays between forward ops, for up to N tokens. In inference all layers share one set. In training a layer has
+// its own copy of the arrays that the backward pass reads and does not compute again: see model/plans.cpp.
 template <class T> struct Activations {
     struct PerLayer {
         acc<T>* in;    // (N,C) residual stream at the layer's entry
@@ -439,25 +455,26 @@ template <class T> struct Activations {
     std::vector<PerLayer> layer;
     T* normed; // (N,C) after the final norm
 
-    bool recompute = false, ample = false; // see plan_training
+    bool recompute = false; // training keeps only `in` of each layer; the backward pass runs layer_forward again
+    bool ample = false;     // training also keeps q, hidden, keys and values of each layer
     void plan(Arena& arena, const Config& c, int N, bool gate_up = true); // gate_up: false for the GPU's fused op
     void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false);
 };
-// Keys and values of all layers, (L, pages, K, 16, D) each. Training may have those of one layer, which all layers use
-// in turn.
+// Keys and values of all layers, (L, pages, K, 16, D) each. In training all layers may share the memory of one.
 template <class T> struct KVCache {
     T *keys, *values;
-    size_t layer_size; // from one layer to the next
-    bool fp8 = false;  // arrays of T stand for bytes: see KVRow
+    size_t layer_size; // numbers from one layer to the next; 0 if the layers share one
+    bool fp8 = false;  // the arrays hold bytes, not T: see KVRow
 
     void plan(Arena& arena, const Config& c, size_t pages, bool one_layer = false, bool fp8 = false);
     static size_t block_bytes(const Config& c, bool fp8); // of a page and head
     static size_t bytes(const Config& c, size_t pages, bool fp8 = false);
-    Batch of(Batch b) const { return b.fp8 = fp8, b; }
+    Batch of(Batch b) const { return b.fp8 = fp8, b; } // the batch with this cache's format
 };
 
-// RUN(op, ...): the op, by the fastest code that the context allows. For templates on T that have `ctx`. (op_cpu and
-// op_gpu are declared further down; the compiler finds them by the type of `ctx`: argument-dependent lookup.)
+// RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
+// is a template on T and has a variable `ctx`. op_cpu and op_gpu are declared at the end of Book I; the compiler finds
+// them by the type of `ctx` (argument-dependent lookup).
 #ifdef QWEN3_PLAIN // Book I alone
 template <class T> constexpr bool HAS_CPU = false;
 #else
@@ -483,7 +500,7 @@ void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const B
     RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
 }
 
-// Tokens to vectors, up to the final norm: a.normed (N,C). The keys and values of the batch go to the cache.
+// From tokens to vectors, the final norm included: a.normed (N,C). The keys and values of the batch go to the cache.
 template <class T>
 void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& batch, Activations<T>& a, KVCache<T>& kv,
              const acc<T>* rope) {
@@ -499,13 +516,13 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& ba
 
 // ========================================================================================================== 5 generate
 
-// Up to `most` ids that follow a prompt, until an end token, on the CPU. `exist`: ids below exist. The sampler is
-// defined in model/sampling.h. (model/session.h has conversations: a cache that stays, GPUs, penalties, stop strings.)
+// Continues a prompt on the CPU: up to `most` new ids, without the end token. Only ids below `exist` are drawn, by
+// `sample` of model/sampling.h. (model/session.h has GPUs, a cache that stays, penalties and stop strings.)
 template <class T>
 std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, std::vector<int> ids, size_t most,
                           int exist, const Sampling& how) {
     const size_t prompt = ids.size(), context = prompt + most;
-    std::vector<int> pos(context), seq(context), pages((context + PAGE - 1) / PAGE); // one sequence, in pages 0, 1, ...
+    std::vector<int> pos(context), seq(context), pages((context + PAGE - 1) / PAGE); // pages 0, 1, ...: slot = position
     std::iota(pos.begin(), pos.end(), 0), std::iota(pages.begin(), pages.end(), 0);
     std::vector<acc<T>> rope(context * c.D), logits(c.V);
     fill_rope(rope.data(), (int)context, c.D, c.rope_theta);
@@ -513,7 +530,7 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
     Arena arena;
     Activations<T> a;
     KVCache<T> kv;
-    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); };
+    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); }; // counts, then hands out
     plan(), arena.allocate("generate"), plan();
     for (size_t done = 0; ids.size() < context;) { // the prompt, then one id at a time
         const int N = (int)(ids.size() - done), last = N - 1;
@@ -529,17 +546,20 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
 }
 
 // ============================================================================================ 6 Backward ops, AdamW
-// Each op gives the gradient of the loss by its inputs, from that by its output; d stands for "gradient of the loss
-// by". The gradient of an activation is written, as T. That of the residual stream is one buffer of acc<T>, to which
-// each branch adds. Those of parameters are acc<T> and are added to, token by token in order, so on a CPU their bits do
-// not depend on the number of batches in a step. Values that forward did not keep are computed again.
+// A gradient is the derivative of the loss with respect to an array; the gradient of x is named dx. A backward op
+// computes the gradients of its op's inputs from the gradient of its output. Its heading repeats the forward op; the
+// lines below it are the gradients. Gradients of activations are written, as T. The gradient of the residual stream is
+// one array of acc<T>, to which each branch adds. Gradients of parameters are acc<T>, to which each op adds, token by
+// token in order: on a CPU their bits do not depend on how a step is cut into batches (but for a tied embedding, to
+// which the head and embed add in turn). Values that forward did not keep are computed again.
 
 // ---- cross_entropy: loss[r] = log(sum_v e^logits[r][v]) - logits[r][target[r]]
-// dlogits = scale (softmax(logits) - one at the target). Over all V rows, those of ids that do not exist too, as in
-// Hugging Face's. A gradient takes the place of its logits: row r of dlogits begins where row r of logits did.
+// dlogits[r][v] = scale (softmax(logits[r])[v] - [v = target[r]]). The sum is over all V rows, as in Hugging Face's,
+// those past the tokenizer's ids included. dlogits is in the memory of logits: row r begins where row r of logits
+// began.
 template <class T>
 void cross_entropy(acc<T>* loss,      // (R) out
-                   T* dlogits,        // out: the memory of logits; or null
+                   T* dlogits,        // the memory of logits; null: no gradient
                    acc<T>* logits,    // (R,V) in; become dlogits
                    const int* target, // (R)
                    acc<T> scale, int R, int V) {
@@ -549,27 +569,28 @@ void cross_entropy(acc<T>* loss,      // (R) out
         for (int v = 0; v < V; v++) top = std::max(top, row[v]);
         for (int v = 0; v < V; v++) sum += std::exp(row[v] - top);
         loss[r] = std::log(sum) + top - row[target[r]];
-        for (int v = 0; v < V && dlogits; v++) { // (a gradient is no longer than a logit: what is unread stays)
+        for (int v = 0; v < V && dlogits; v++) { // sizeof(T) <= sizeof(acc<T>): overwrites only logits already read
             const T d = to_stored<T>((std::exp(row[v] - top) / sum - (v == target[r])) * scale);
             memcpy((uint8_t*)(logits + (size_t)r * V) + v * sizeof(T), &d, sizeof(T));
         }
     }
 }
 
-// The head and its loss: logits[r] = W x[rows[r]], and their gradient, factor[r] dlogits[r], in place of them: scale
-// times the loss's, by[r] times if there is `by`.
+// ---- head_loss: logits[r] = W x[rows[r]], then cross_entropy. factor[r] dlogits[r] is the gradient of by[r] scale
+// loss[r] with respect to logits[r]. The factor is separate since a GPU knows a row's softmax sum only after it has
+// written the row.
 template <class T>
 void head_loss(acc<T>* loss,      // (R) out
                T* dlogits,        // out, or null: as cross_entropy's
                acc<T>* factor,    // (R) out
                acc<T>* logits,    // (R,V) out; become dlogits
                T* picked,         // (R,C) out: rows of x
-               acc<T>*,           // (R, V / 64 rounded up + 1, 2) scratch of the GPU's
+               acc<T>*,           // (R, V / 64 rounded up + 1, 2) scratch of head_loss_gpu
                const T* x,        // (N,C) after the final norm
                const int* rows,   // (R)
                const int* target, // (R)
                acc<T> scale,
-               const acc<T>* by,  // (R), or null
+               const acc<T>* by,  // (R) weights of the losses, or null: 1
                const Linear<T>& W, int R) {
     head(logits, picked, x, rows, W, R);
     cross_entropy(loss, dlogits, logits, target, scale, R, W.out());
@@ -581,10 +602,10 @@ template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
 }
 
-// ---- scale_rows: row r times by[r]
+// ---- scale_rows: x[r] *= by[r], the first n numbers of each row
 template <class T>
-void scale_rows(T* x,             // (R, ld), n of each row; in and out
-                size_t ld,
+void scale_rows(T* x,             // (R, ld) in and out
+                size_t ld,        // numbers from one row to the next
                 const acc<T>* by, // (R)
                 int R, int n) {
     #pragma omp parallel for schedule(static)
@@ -593,13 +614,13 @@ void scale_rows(T* x,             // (R, ld), n of each row; in and out
 }
 
 // ---- head: logits[r] = W normed[rows[r]]
-// dnormed of these rows; those of the others are not touched.
+// dnormed[rows[r]] = factor[r] W^T dlogits[r]. Other rows of dnormed are not touched.
 template <class T>
 void head_backward(T* dnormed,           // (N,C) out
-                   const T* dlogits,     // (R, ld), V of each row: factor[r] times as long
-                   size_t ld,
-                   const acc<T>* factor, // (R)
-                   const int* rows,      // (R), none twice
+                   const T* dlogits,     // (R, ld), V numbers of each row
+                   size_t ld,            // numbers from one row to the next
+                   const acc<T>* factor, // (R) see head_loss
+                   const int* rows,      // (R) distinct
                    const Linear<T>& W, int R) {
     for (int r = 0; r < R; r++)
         for (int i = 0; i < W.in; i++) {
@@ -613,8 +634,8 @@ void head_backward(T* dnormed,           // (N,C) out
 // dx += r w dout - x r^3 / C sum_j x_j w_j dout_j,  dw += x r dout
 template <class T>
 void rmsnorm_backward(acc<T>* dx,      // (N,C) +=
-                      T* dy,           // (N,C) out: the new dx as T, or null
-                      T* normed,       // (N,C) out: what forward's `out` was, or null
+                      T* dy,           // (N,C) out: dx after the addition, rounded to T; or null
+                      T* normed,       // (N,C) out: forward's `out`, computed again; or null
                       acc<T>* dw,      // (C) +=, or null
                       const T* dout,   // (N,C)
                       const acc<T>* x, // (N,C)
@@ -635,12 +656,12 @@ void rmsnorm_backward(acc<T>* dx,      // (N,C) +=
     }
 }
 
-// ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T; the second part is the adapter's, if there is one
-// dh_j = dy (s B_j),  dB_j += s dy^T h_j,  dx = sum_j drop_j(dh_j A_j) + dy W
+// ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T (the sum is the adapter's)
+// dx = dy W + sum_j drop_j(dh_j A_j),  dh_j = dy (s B_j),  dB_j += s dy^T h_j. dW and dA have ops of their own, below.
 template <class T>
 void linear_backward_input(T* dx,       // (N, W.in) out
                            T* dh,       // (N, m * rank) out
-                           acc<T>* dB,  // (W.out, m * rank) +=, where module and row belong together
+                           acc<T>* dB,  // (W.out, m * rank) +=; only the rows of a module's block change
                            const T* dy, // (N, W.out)
                            const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
@@ -674,7 +695,7 @@ void linear_backward_input(T* dx,       // (N, W.in) out
                     dB[r * width + i] += a.s * to_acc(dy[n * out + r]) * to_acc(a.h[n * width + i]);
 }
 
-// dW += dy^T x
+// ---- linear_backward_weight: dW += dy^T x
 template <class T>
 void linear_backward_weight(acc<T>* dW,  // (out,in) +=
                             const T* dy, // (N, ld), `out` of each row
@@ -688,7 +709,7 @@ void linear_backward_weight(acc<T>* dW,  // (out,in) +=
                 dW[(size_t)r * in + i] += to_acc(dy[n * ld + r]) * to_acc(x[(size_t)n * in + i]);
 }
 
-// dA_j += dh_j^T drop_j(x)
+// ---- lora_backward_weight: dA_j += dh_j^T drop_j(x), after linear_backward_input has computed dh
 template <class T>
 void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
                           const T* dh, // (N, m * rank)
@@ -707,13 +728,13 @@ void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
 // dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
 template <class T>
 void swiglu_backward(T* dgate_up,      // (N,2F) out
-                     T* hidden,        // (N,F) out: what forward's `out` was, or null
+                     T* hidden,        // (N,F) out: forward's `out`, computed again; or null
                      const T* dhidden, // (N,F)
                      const T* gate_up, // (N,2F)
                      int N, int F) {
     for (int n = 0; n < N; n++)
         for (int f = 0; f < F; f++) {
-            const size_t at = (size_t)n * F + f, gate = at + (size_t)n * F, up = gate + F; // (N,2F)
+            const size_t at = (size_t)n * F + f, gate = (size_t)n * 2 * F + f, up = gate + F;
             const acc<T> g = to_acc(gate_up[gate]), u = to_acc(gate_up[up]), d = to_acc(dhidden[at]);
             const acc<T> sigma = 1 / (1 + std::exp(-g));
             if (hidden) hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
@@ -722,7 +743,7 @@ void swiglu_backward(T* dgate_up,      // (N,2F) out
         }
 }
 
-// ---- y = out W^T of that out: both
+// ---- linear_backward_swiglu: y = swiglu(gate_up) W^T: linear_backward_input, then swiglu_backward
 template <class T>
 void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
                             T* hidden,        // (N,F) out, or null
@@ -736,21 +757,19 @@ void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
     swiglu_backward(dgate_up, hidden, dhidden, gate_up, N, W.in);
 }
 
-// ---- attention_backward:  attention(out, lse, q, keys, values)
-// With s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse), o_n = sum_m p[n][m] v_m over the tokens m <= n of n's sequence:
+// ---- attention: s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse), o_n = sum_m p[n][m] v_m over m <= n of n's sequence
 //     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
 //     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
 //     dq_n = sum_m ds[n][m] k_m / sqrt(D)                    dk_m = sum_n ds[n][m] q_n / sqrt(D)
-// where for dk and dv n runs over all G query heads of the KV head too. A training batch holds sequences from their
-// position 0 on: so key m of a sequence is its m-th row of the batch, and lies at that row's slot. Spare rows, after
-// all others, get zeros, since weight gradients are sums over all rows.
-// The probabilities are computed again from lse, not stored.
+// dv and dk also sum over the G query heads that read the KV head. p is computed again from lse. The batch holds whole
+// sequences, from position 0 on, so a sequence's first row is n - pos[n]. (In the code m is a row of the batch.) The
+// cache holds T, not FP8. Spare rows come last; their gradients are zero, because weight gradients sum over all rows.
 template <class T>
 void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
                         const T* dout,     // (N,HD)
                         const T* q,        // (N,HD)
-                        const T* keys,     // one layer's cache
-                        const T* values,   // one layer's cache
+                        const T* keys,     // (pages, K, 16, D) one layer's cache
+                        const T* values,   // the same
                         const T* out,      // (N,HD) of attention
                         const acc<T>* lse, // (N,H) of attention
                         const Batch& b, int H, int K, int D,
@@ -795,9 +814,9 @@ void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q an
 
 // ---- qknorm_rope: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
 // out = (a cos - b sin, b cos + a sin)
-// The gradient is rotated back, by the opposite angle, and then goes through the norm as in rmsnorm.
+// The gradient is rotated by the opposite angle. Then it goes through the norm, as in rmsnorm_backward.
 template <class T>
-void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in; the heads of q and k become those before norm and RoPE
+void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
                           acc<T>* dq_weight,  // (D) +=, or null
                           acc<T>* dk_weight,  // (D) +=, or null
                           const T* qkv,       // (N,(H+2K)D) before norm and RoPE
@@ -811,7 +830,7 @@ void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in; the heads of q 
             const T *x = qkv + at, *w = h < H ? q_weight : k_weight;
             acc<T>* dw = h < H ? dq_weight : dk_weight;
             const acc<T> r = rms_factor(x, D, eps), *angle = rope + (size_t)b.pos[n] * D;
-            acc<T> dy[MAX_HEAD], sum = 0; // of what the norm makes of x
+            acc<T> dy[MAX_HEAD], sum = 0; // dy: the gradient of the norm's output
             for (int i = 0; i < D / 2; i++) {
                 const acc<T> u = to_acc(dqkv[at + i]), v = to_acc(dqkv[at + i + D / 2]);
                 const acc<T> cosine = angle[2 * i], sine = angle[2 * i + 1];
@@ -826,15 +845,15 @@ void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in; the heads of q 
         }
 }
 
-// ---- attend, whose q, keys and values have been made again: both
+// ---- attend: attention_backward, then qknorm_rope_backward. q, keys and values are those of attend.
 template <class T>
 void attend_backward(T* dqkv,            // (N,(H+2K)D) out
                      acc<T>* dq_weight,  // (D) +=, or null
-                     acc<T>* dk_weight,  // (D) +=, or null, like dq_weight
+                     acc<T>* dk_weight,  // (D) +=, or null
                      const T* dout,      // (N,HD)
                      const T* q,         // (N,HD)
-                     const T* keys,      // one layer's cache
-                     const T* values,    // one layer's cache
+                     const T* keys,      // (pages, K, 16, D) one layer's cache
+                     const T* values,    // the same
                      const T* out,       // (N,HD) of attend
                      const acc<T>* lse,  // (N,H) of attend
                      const T* qkv,       // (N,(H+2K)D) before norm and RoPE
@@ -859,8 +878,8 @@ void embed_backward(A* dW,       // (V,C) +=
             if (b.seq[n] >= 0) dW[(size_t)b.token[n] * C + i] += dx[(size_t)n * C + i];
 }
 
-// ---- grad_norm: the length of all gradients as one vector, in double: the squares of each piece of NORM_PIECE numbers
-// in order, then the pieces in order
+// ---- grad_norm: sqrt(sum_i g[i]^2) of all gradients, in double: squares are summed in pieces of NORM_PIECE numbers,
+// in order; then the pieces are summed in order.
 inline constexpr size_t NORM_PIECE = 4096;
 template <class A>
 void grad_norm(double* norm,    // (1) out
@@ -877,14 +896,16 @@ void grad_norm(double* norm,    // (1) out
     *norm = std::sqrt(std::accumulate(partial, partial + pieces, 0.));
 }
 
-// ---- adamw (Loshchilov & Hutter, "Decoupled weight decay regularization", 2019), in the order of PyTorch's steps; the
-// gradients are scaled down to the length `clip` first, as clip_grad_norm_ does. If their length is not finite nothing
-// changes: who reads it later finds the parameters as they were.
+// ---- adamw (Loshchilov & Hutter, "Decoupled weight decay regularization", 2019), rounded as PyTorch does:
+//     g *= min(1, clip / (norm + 1e-6))                           as clip_grad_norm_
+//     m = beta1 m + (1 - beta1) g                                 v = beta2 v + (1 - beta2) g^2
+//     p = (1 - lr decay) p - lr m' / (sqrt(v') + eps)             m' = m / (1 - beta1^step), v' = v / (1 - beta2^step)
+// If the norm is not finite, nothing changes.
 struct AdamW {
     float lr = 0, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, decay = 0;
     float clip = 0;   // 0: off
     int64_t step = 0; // from 1
-    float copy = 1;   // what the copy is scaled by: an adapter's s
+    float copy = 1;   // stored = copy * p: s for an adapter's B, else 1
 };
 template <class T>
 void adamw(T* stored,          // (n) out: copy * p, which the products read
@@ -897,22 +918,22 @@ void adamw(T* stored,          // (n) out: copy * p, which the products read
     using A = acc<T>;
     if (!std::isfinite(*norm)) return;
     const A scale = (A)(a.clip > 0 ? std::min(1., a.clip / (*norm + 1e-6)) : 1.);
-    const A first = (A)(1 - std::pow((double)a.beta1, (double)a.step));
-    const A root = (A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
-    const A keep = (A)(1 - (double)a.lr * a.decay), pace = (A)a.lr / first;
+    const A m_correction = (A)(1 - std::pow((double)a.beta1, (double)a.step));
+    const A v_correction = (A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step)); // of sqrt(v)
+    const A keep = (A)(1 - (double)a.lr * a.decay), pace = (A)a.lr / m_correction;
     #pragma omp parallel for schedule(static) if (n > 2000)
     for (size_t i = 0; i < n; i++) {
         const A gi = g[i] * scale;
         m[i] += (gi - m[i]) * (1 - (A)a.beta1);
         v[i] = v[i] * (A)a.beta2 + gi * gi * (1 - (A)a.beta2);
-        p[i] = p[i] * keep - pace * (m[i] / (std::sqrt(v[i]) / root + (A)a.eps));
+        p[i] = p[i] * keep - pace * (m[i] / (std::sqrt(v[i]) / v_correction + (A)a.eps));
         stored[i] = to_stored<T>(p[i] * (A)a.copy);
     }
 }
 
 // ========================================================================================================= 7 backward
 
-// Gradients of what is trained; null is what is not.
+// Gradients of the parameters. A pointer is null if its parameter is not trained.
 template <class T> struct Gradients {
     struct OfLinear { acc<T> *W = nullptr, *A = nullptr, *B = nullptr; };
     struct OfLayer {
@@ -921,41 +942,41 @@ template <class T> struct Gradients {
     };
     std::vector<OfLayer> layer;
     acc<T> *embed = nullptr, *norm = nullptr, *head = nullptr; // head is embed when tied
-    std::function<void(int layer)> done; // called when a layer's are complete
+    std::function<void(int layer)> done; // called when all gradients of a layer are complete
 };
 
-// The arrays between backward ops, for up to N tokens: one set for all layers.
+// The arrays between backward ops, for up to N tokens, which all layers share. Unless noted each holds a gradient.
 template <class T> struct Flow {
-    acc<T>* x;       // (N,C) gradient of the residual stream
-    T* y;            // (N,C) the same as T
-    T* normed;       // (N,C)
+    acc<T>* x;       // (N,C) of the residual stream
+    T* y;            // (N,C) x rounded to T
+    T* normed;       // (N,C) of a norm's output
     T* qkv;          // (N,(H+2K)D)
-    T* attention;    // (N,HD)
-    acc<T>* delta;   // (N,H) scratch of attention's
+    T* attention;    // (N,HD) of attention's output
+    acc<T>* delta;   // (N,H) scratch of attention_backward
     T* gate_up;      // (N,2F)
     T* hidden;       // (N,F); null on a GPU
-    T* h;            // (N, 3 rank) of a product's adapter
-    acc<T>* logits;  // (head_rows,V), then their gradient; of a GPU half as long: see head_loss_gpu
-    acc<T>* factor;  // (head_rows) of dlogits' rows
-    acc<T>* parts;   // scratch of head_loss
-    T* picked;       // (head_rows,C)
+    T* h;            // (N, 3 rank) of the h of an adapter
+    acc<T>* logits;  // (head_rows,V) logits, then their gradient; on a GPU the memory holds bf16
+    acc<T>* factor;  // (head_rows) see head_loss
+    acc<T>* parts;   // scratch of head_loss_gpu
+    T* picked;       // (head_rows,C) rows of Activations::normed, not a gradient
     int head_rows;   // rows that go through the head at once
 
     void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu); // model/plans.cpp
 };
 
-// After `forward`: the losses of R named rows, the only ones that go through the head; with `g` also d.normed and the
-// head's gradient, of `scale` times their sum, or with `by` times the sum of by[r] loss[r]. Logits become their
-// gradients in place, head_rows at a time.
+// After `forward`: loss[r] of token rows[r] against target[r], the id that follows it. Only these R tokens go through
+// the head, head_rows at a time. If `g` is not null, d.normed and g->head get the gradient of sum_r by[r] scale
+// loss[r].
 template <class T>
 void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Activations<T>& a, Flow<T>& d,
                    const Gradients<T>* g,
                    acc<T>* loss,      // (R) out
-                   const int* rows,   // (R), none twice
+                   const int* rows,   // (R) distinct
                    const int* target, // (R)
                    acc<T> scale, int N, int R,
-                   const acc<T>* by = nullptr) { // (R)
-    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T));
+                   const acc<T>* by = nullptr) { // (R) weights of the losses; null: 1
+    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T)); // numbers between two rows of dlogits
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
@@ -963,7 +984,7 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
         RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale,
             by ? by + r : nullptr, w.head, n);
         if (!g) continue;
-        if (g->head) {
+        if (g->head) { // the factor goes to the rows of x, which are shorter than those of dlogits
             RUN(scale_rows, d.picked, (size_t)c.C, d.factor, n, c.C);
             RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
         }
@@ -971,18 +992,20 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     }
 }
 
-// From d.normed to the gradient of every parameter: `forward` from its last line to its first. The batch holds whole
-// sequences.
+// From d.normed (loss_backward) to the gradient of every parameter: `forward` in reverse order. The batch holds whole
+// sequences. A training step (train/step.cpp) is forward, loss_backward and backward for each batch, then grad_norm and
+// adamw.
 template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
     const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
-    auto through = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
+    auto input_gradient = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
         RUN(linear_backward_input, dx, d.h, to.B, dy, W, N);
     };
-    auto weights = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x, const Linear<T>& W) {
+    auto weight_gradients = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x,
+                                const Linear<T>& W) {
         if (to.W) RUN(linear_backward_weight, to.W, dy, (size_t)W.out(), x, N, W.out(), W.in);
-        if (W.adapter.rank) RUN(lora_backward_weight, to.A, d.h, x, W, N); // d.h is from `through`
+        if (W.adapter.rank) RUN(lora_backward_weight, to.A, d.h, x, W, N); // d.h: from the same W's input gradient
     };
     T* const none = nullptr;
     clear(ctx, d.x, (size_t)N * C);
@@ -990,26 +1013,26 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
     for (int l = c.L - 1; l >= 0 && !(ctx.stop && *ctx.stop); l--) {
         const Layer<T>& layer = w.layers[l];
         auto& s = a.layer[l];
-        const auto& to = g.layer[l];
+        const auto& grads = g.layer[l];
         T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
         if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
-        RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, to.down.B, d.y, s.gate_up,
+        RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y, s.gate_up,
             layer.down, N);
-        weights(to.down, d.y, s.hidden, layer.down);
-        through(d.normed, to.gate_up, d.gate_up, layer.gate_up);
-        RUN(rmsnorm_backward, d.x, d.y, s.norm2, to.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
-        weights(to.gate_up, d.gate_up, s.norm2, layer.gate_up);
+        weight_gradients(grads.down, d.y, s.hidden, layer.down);
+        input_gradient(d.normed, grads.gate_up, d.gate_up, layer.gate_up);
+        RUN(rmsnorm_backward, d.x, d.y, s.norm2, grads.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
+        weight_gradients(grads.gate_up, d.gate_up, s.norm2, layer.gate_up);
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
-        through(d.attention, to.o, d.y, layer.o);
-        weights(to.o, d.y, s.attention, layer.o);
-        if (!a.ample)
+        input_gradient(d.attention, grads.o, d.y, layer.o);
+        weight_gradients(grads.o, d.y, s.attention, layer.o);
+        if (!a.ample) // q, keys and values of this layer were not kept
             RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
-        RUN(attend_backward, d.qkv, to.q_norm, to.k_norm, d.attention, s.q, keys, values, s.attention, s.lse, s.qkv,
-            layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
-        through(d.normed, to.qkv, d.qkv, layer.qkv);
-        RUN(rmsnorm_backward, d.x, d.y, s.norm1, to.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
-        weights(to.qkv, d.qkv, s.norm1, layer.qkv);
+        RUN(attend_backward, d.qkv, grads.q_norm, grads.k_norm, d.attention, s.q, keys, values, s.attention, s.lse,
+            s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
+        input_gradient(d.normed, grads.qkv, d.qkv, layer.qkv);
+        RUN(rmsnorm_backward, d.x, d.y, s.norm1, grads.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
+        weight_gradients(grads.qkv, d.qkv, s.norm1, layer.qkv);
         if (g.done) g.done(l);
     }
     if (g.embed) RUN(embed_backward, g.embed, d.x, b, C);
