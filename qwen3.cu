@@ -2,7 +2,7 @@
 
    Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
    Book II   the same ops on a GPU, for nvcc. Each kernel is tested against its op in Book I. Small kernels are in this
-             file, norm and RoPE in gpu/heads.h; products, attention, sampling and the backward pass are in gpu/.
+             file, norm and RoPE in gpu/norm_rope.h; products, attention, sampling and the backward pass are in gpu/.
 
    Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
@@ -1781,7 +1781,7 @@ void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, cons
 }
 #endif
 
-#include "gpu/heads.h" // ---- qknorm_rope_kv
+#include "gpu/norm_rope.h" // ---- qknorm_rope_kv
 #ifdef QWEN3_LIBRARY
 void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                         const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,

@@ -1,7 +1,7 @@
 // gpu/attention/decode.h: attention of sequences of one new token.
 #pragma once
 #include "gpu/attention/parts.h"
-#include "gpu/heads.h"
+#include "gpu/norm_rope.h"
 #include "gpu/packed/formats.h"
 #include "qwen3.cu"
 

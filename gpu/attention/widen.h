@@ -1,6 +1,6 @@
 // gpu/attention/widen.h: an FP8 cache for attention of several tokens.
 #pragma once
-#include "gpu/heads.h"
+#include "gpu/norm_rope.h"
 #include "gpu/packed/formats.h"
 #include "qwen3.cu"
 

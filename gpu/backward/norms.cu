@@ -1,5 +1,5 @@
 // gpu/backward/norms.cu: rmsnorm_backward and qknorm_rope_backward.
-#include "gpu/heads.h"
+#include "gpu/norm_rope.h"
 #include "gpu/ops.h"
 #include "qwen3.cu"
 

@@ -59,7 +59,7 @@ static bool last_to_arrive(int* arrived, int blocks) {
 }
 #include "gpu/attention/decode.h"
 #include "gpu/attention/widen.h"
-#include "gpu/heads.h"
+#include "gpu/norm_rope.h"
 #pragma GCC diagnostic pop
 
 // A layer's cache before a batch, the batch's rows, and what the kernels make of them.

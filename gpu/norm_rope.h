@@ -1,4 +1,4 @@
-// gpu/heads.h: a head in a warp: norm and RoPE, rows of an FP8 cache, and the kernel of qknorm_rope_kv.
+// gpu/norm_rope.h: a head in a warp: norm and RoPE, rows of an FP8 cache, and the kernel of qknorm_rope_kv.
 #pragma once
 #include "qwen3.cu"
 
