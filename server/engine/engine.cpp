@@ -100,7 +100,12 @@ AdapterPtr Engine<T>::attach(const AdapterFile& file, const std::string& name) {
     return one;
 }
 
-#define INSTANTIATE(T) template struct Engine<T>;
+#define INSTANTIATE(T) \
+    template Engine<T>::Engine(const Config&, const Weights<T>&, const Tokenizer&, Desk&, const EngineOptions&, \
+                               const Context&, Window*); \
+    template Engine<T>::~Engine(); \
+    template size_t Engine<T>::room_for_adapters() const; \
+    template AdapterPtr Engine<T>::attach(const AdapterFile&, const std::string&);
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE
 
