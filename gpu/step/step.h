@@ -1,71 +1,17 @@
-/* step.h: one kernel a token. Book II's decoding of 1 to 8 tokens as one persistent kernel.
+/* gpu/step/step.h: one kernel a token: Book II's decoding of 1 to 8 tokens as one persistent kernel. docs/one-kernel.md
+   explains it: phases, packed weights, bytes in flight, words between blocks, several tokens, its bound.
 
-   Why: a token of the 0.6B is 144 kernels otherwise, and at each one's end the memory idles until the next has asked
-   for its first weights. Here a warp of each multiprocessor does nothing but fetch weights, and pages of keys and
-   values, in the order of their use, into a ring in shared memory; the memory never waits for a sum to be complete.
-
-   Who does what   One block a multiprocessor, all resident: 8 warps that compute (consumers) and the producer (1 warp
-     with bulk copies; 4 with cp.async, before Hopper). A product's rows are cut into tiles of 8, which are dealt to the
-     blocks in turn: any number of blocks is right. Products of C rows begin with block 0, all others behind the last of
-     those, so that blocks with a tile less there have one more here.
-   A token   is 6 L + 1 phases. With x the residual stream:
-     QKV      r W (x g), r = 1 / rms(x): the factor comes after the product, so that a block can begin to multiply
-     ATTEND   a KV head's G queries, and of long contexts one of several splits of its pages, a block
-     JOIN     of those: the splits' softmaxes become one. Of one token up to 4 splits are joined by who needs them, in O
-     O        x += W a         GATE_UP  silu(r W (x g)) * (r U (x g))         DOWN  x += W h
-     HEAD     logits, the likeliest id of each block; the last block to end draws, if drawing is greedy
-   Weights  are packed once, in the order in which they are read (with an adapter W + s B A): tile by tile in the order
-     of phases, and in a tile chunk by chunk of 512 bytes, of which lane 4 g + t has 16 of row g: 8 numbers in bf16, 16
-     in 8 bits, 32 in 4; scales lie behind them (see StepPacked). A stage of the ring is up to 32 chunks of a tile's
-     rows; the last of a row may be shorter. The tokens' numbers are mma's columns, two of each: so 4 tokens cost as
-     much as one, and a row's sum has one order whatever N is: by chunks in a warp, then over the warps.
-     With bf16 weights, and 8 bits in the 0.6B, consumers load the operands of several stages before their input comes.
-     Other packed weights go stage by stage, by straight code for each number of chunks that a warp may have: there it
-     counts how few instructions a chunk takes, and that nothing stands between them.
-   In flight   The producer waits until the stage `in_flight` before this one has come, counted in halves: three are one
-     and two stages in turns. Stages of 16 KB that are asked for one by one come too slowly: a token of the 0.6B takes
-     497 us then (463 with 24 KB). But what is on its way keeps the words below from coming, which go through the same
-     L2 cache (32 KB: 472). Blocks that attend have pages to fetch besides, so half a stage more in flight; their items
-     go to the blocks that have the fewest weights: for what a block fetches too much, all wait (at 200 a token took 509
-     us). With several tokens, or more than two splits, half a stage less is in flight while a block waits for words.
-     Larger models, whose products take longer than their words, and long contexts have 32 KB in flight; the head, which
-     has no words, 96 (half of that where a stage has little: INT4's short rows).
-   Exchanges   What one block computes and all need goes through global memory in words of 16 bytes, written and read in
-     one piece: four bf16, a float (the sum of their squares; of attention the logarithm of its weights), and the epoch,
-     which is another for each layer of each token. Who needs a word reads it until it has the epoch: no fence, no
-     counter, nothing to clear. One lane of a warp spins, for one word; the others look once it has seen its own (of one
-     token they then spin, too): 132 blocks that ask for all they miss, again and again, keep each other's words from
-     coming (8 tokens: 1,060 us; 870). What a lane does between its words counts, too: where each one's place was
-     computed anew from shared memory, 8 tokens took 830 us, and 720 with equal distances.
-     A word is written again a layer later. Whoever does has waited for words that wait, in turn, for all readers:
-     QKV <- out <- DOWN <- hidden <- GATE_UP <- mid <- O <- att <- ATTEND: each writes after it has read all of the one
-     before. (A block without a tile of a product does not read its input.)
-   Several tokens   Kernels of their own compute 2, up to 4 and up to 8, with bf16 weights, from the same packed copy. A
-     lane asks for 8 words together, of all tokens. Attention takes tokens of a sequence in groups, whose queries are
-     rows of one operand: a page is read once for them. A token's bits are those of a step of its own (prompt lookup
-     rests on that): the order of its sums does not depend on N, and where a compiler could choose which product to fuse
-     into a sum, the code says it. Inputs of all tokens lie in shared memory, so large models have fewer (on an H100
-     0.6B: 8, 8B: 6).
-     Nothing may be spilled there: shared memory leaves the L1 cache so little room that a spilled register is in L2,
-     and a word that waits to be spilled keeps the next from being asked for (1,600 bytes spilled: 2 tokens took 2.2
-     times one's time). What is set on one path only is live, to ptxas, from the kernel's begin: so operands are zeroed.
-   The residual x stays in fp32 in global memory with the thread that adds to it. Others get x g in bf16.
-   Attention   A warp takes pages of 16 keys: queries are rows of mma, keys columns; the probabilities go back in as an
-     operand, first their bf16, then what that leaves, so nothing is lost. Its first page is in registers before the
-     words have come; then this step's keys and values take their place in the last page.
-   Changing numbers  (token, position, slot, pages, draw) are read from the GPU's memory: a CUDA graph replays it.
-   Phase by phase  `first` and `last` name the phases of a launch. All at once is the fast way; one launch a phase gives
-     the same bits without a block ever waiting for another: to be studied, run under compute-sanitizer, and emulated on
-     a CPU (tests/unit/test_step.cpp).
-   Faults   A wait of over a second sets *fault and ends all further waits: the kernel ends, its host says so.
-
-   Bound by 5 exchanges a layer (6 with JOIN), by what consumers do between them, and by what may be in flight
-   meanwhile: on an H100 a token of the 0.6B takes 465 us at position 100, where the bytes take 392, 715 at 8,192, where
-   they take 700. A warp waits for words or weights for 36% of that, for the instruction before for 24%, for a jump 10%
-   (docs/performance.md, with what was tried).
+   Ownership  One block a multiprocessor, all resident: 8 warps compute (consumers), and the producer fetches weights and
+              pages in the order of their use into a ring in shared memory (1 warp with bulk copies; 4 with cp.async,
+              before Hopper). The rows of a product are cut into tiles of 8, which are dealt to the blocks in turn.
+   Phases     6 a layer: QKV, ATTEND, JOIN, O, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a launch: all
+              at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
+   Words      16 bytes in global memory, written and read in one piece: four bf16, a float, the epoch. A reader reads a
+              word until it has the epoch. A word is written again a layer later, when all its readers have read it.
+   Faults     A wait of over a second sets *fault and ends all further waits.
 
    Beside it: plan.h, the plan; instructions.h; weights.h, how weights are packed and multiplied; attention.h, parts of
-   attention; road.h, what the host does */
+   attention; road.h, the host's part */
 #pragma once
 #include "gpu/draw.h"
 #include "gpu/step/attention.h"
