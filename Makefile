@@ -127,7 +127,7 @@ define CU_OBJECT
 @mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
 $(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
 endef
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter $(COLD),$(OPT)),-include $(B)/std.h) -MMD -MP
+CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h) -MMD -MP
 
 $(ROOMS:%=$(B)/%/room.cpp) $(B)/hot/room.cpp: $(B)/%/room.cpp: FORCE
 	@mkdir -p $(@D); printf '\043include "%s"\n' $(if $(filter hot,$*),$(HOT),$(call ROOM_FILES,$*)) >$@.new

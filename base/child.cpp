@@ -1,4 +1,5 @@
 #include "base/child.h"
+#include <csignal>
 
 Child::Child(const std::vector<std::string>& words, int input, bool both, int (*run)(const char*, char* const*)) {
     std::vector<char*> argv;

@@ -4,6 +4,7 @@
    is rounded alike. What changes between draws lies in the GPU's memory, so that one graph serves them all. */
 #include "gpu/draw.h"
 #include "qwen3.cu"
+#include <climits>
 
 // The sum over the threads before this one.
 __device__ inline unsigned long long block_sum_before(unsigned long long x) {

@@ -3,6 +3,7 @@
 #include "model/step_bytes.h"
 #include "model/device.h"
 #include "model/weights.h"
+#include <csignal>
 
 template <class T> struct ConversationOf : Conversation {
     Session<T> session;

@@ -3,6 +3,7 @@
 #include "model/instances.h"
 #include "model/utf8.h"
 #include <algorithm>
+#include <csignal>
 #include <numeric>
 #include <utility>
 

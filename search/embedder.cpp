@@ -6,6 +6,7 @@
 #include "model/session.h" // the sizes of chunks
 #include "search/embed.h"
 #include <algorithm>
+#include <csignal>
 
 template <class T>
 Embedder<T>::Embedder(const Config& c, const Weights<T>& w, int longest, const Context& where)

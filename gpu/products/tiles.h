@@ -2,6 +2,7 @@
 #pragma once
 #include "gpu/products/epilogues.h"
 #include "qwen3.cu"
+#include <climits>
 
 // ---- Many tokens. Every product of more than 16 tokens and of the backward pass; of fewer those with dropout, with an
 // adapter of many columns, or with `invariant`.

@@ -3,6 +3,7 @@
 #pragma once
 #include "gpu/step/plan.h"
 #include "qwen3.cu"
+#include <cfloat>
 
 // Element i of 8 neighbours of a and of b, as one operand's pair.
 __device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, int i) {

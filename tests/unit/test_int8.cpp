@@ -11,6 +11,7 @@
 #include "tests/common.h"
 #include "tests/files.h"
 #include "tests/process.h"
+#include <cfloat>
 #include <map>
 
 namespace {

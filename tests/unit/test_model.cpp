@@ -1,6 +1,7 @@
 // The whole model against Hugging Face: golden logits and greedy texts of tests/fixtures, and what a session
 // promises (chunks, rewinding, threads, ragged batches).
 #include "tests/golden.h"
+#include <climits>
 
 namespace {
 // Our logits of every position of every prompt, in type T.
