@@ -64,10 +64,7 @@ static int run_as(const TrainOptions& o, const Context& ctx, const ModelFile& fi
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
-    const std::string found = tokenizer_path(o);
-    const Tokenizer tokenizer(found);
-    if (tokenizer.size() > file.config.V || !file.difference(tokenizer).empty())
-        not_its_tokenizer(found, tokenizer, file);
+    const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash());

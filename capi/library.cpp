@@ -42,10 +42,8 @@ struct qwen3_model {
     std::unique_ptr<LoadedModel> loaded;
 
     qwen3_model(ModelFile&& model, const std::string& vocabulary, const Context& where, bool wide, bool packed)
-        : file(std::move(model)), tokenizer(vocabulary) {
-        if (!file.difference(tokenizer).empty()) not_its_tokenizer(vocabulary, tokenizer, file);
-        loaded = load_model(file, where, wide, false, packed, true);
-    }
+        : file(std::move(model)), tokenizer(tokenizer_of(vocabulary, file)),
+          loaded(load_model(file, where, wide, false, packed, true)) {}
 };
 
 struct qwen3_context {

@@ -33,9 +33,7 @@ int quantize(const Options& o, bool asks_more) {
     how.keep_embedding = o.embedding == "same";
     how.window = std::min(how.window, file.config.max_positions);
     if (!o.calibrate.empty()) {
-        const std::string path = tokenizer_path(o);
-        const Tokenizer tokenizer(path);
-        if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
+        const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
         how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
         if (how.windows() == 0)
             DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),

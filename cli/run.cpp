@@ -35,10 +35,9 @@ static std::unique_ptr<LoadedModel> load(const Options& o, const ModelFile& file
 static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const ModelFile& file) {
     if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
     const std::string path = tokenizer_path(o);
-    auto tokenizer = std::make_unique<Tokenizer>(path);
-    if (fits(*tokenizer, file)) return tokenizer;
-    if (!o.has_ids || !o.tokenizer.empty()) not_its_tokenizer(path, *tokenizer, file);
-    return nullptr; // found by chance
+    const bool by_chance = o.has_ids && o.tokenizer.empty();
+    if (by_chance && !fits(Tokenizer(path, file.config.V), file)) return nullptr;
+    return std::make_unique<Tokenizer>(tokenizer_of(path, file));
 }
 
 // One prompt, a chat, --ppl, --eval, --embed or --rerank.

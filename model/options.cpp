@@ -85,7 +85,9 @@ bool fits(const Tokenizer& t, const ModelFile& file) {
     return t.size() <= c.V && c.V - t.size() < 1024 && file.difference(t).empty();
 }
 
-void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file) {
+Tokenizer tokenizer_of(const std::string& path, const ModelFile& file) {
+    Tokenizer t(path, file.config.V);
+    if (fits(t, file)) return t;
     if (const std::string how = file.difference(t); !how.empty())
         DIE("%s: its tokenizer is not %s: %s (-z FILE names another)", file.path.c_str(), path.c_str(), how.c_str());
     DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),

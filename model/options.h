@@ -30,7 +30,8 @@ std::string tokenizer_path(const ModelOptions& o);
 // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own
 // must be the same.
 bool fits(const Tokenizer& t, const ModelFile& file);
-[[noreturn]] void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file);
+// A tokenizer.bin with the ids that the model has rows for. Throws Error if it is not the model's.
+Tokenizer tokenizer_of(const std::string& path, const ModelFile& file);
 
 // A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
 void open_adapter(ModelOptions& o);

@@ -43,7 +43,7 @@ uint32_t Tokenizer::rank_of(uint32_t left, uint32_t right) const {
 
 // ------------------------------------------------------------------------------------------------ loading
 
-Tokenizer::Tokenizer(const std::string& path) : file(path) {
+Tokenizer::Tokenizer(const std::string& path, int rows) : file(path) {
     auto need = [&](bool condition, const char* fault) {
         if (!condition) DIE("%s: %s", path.c_str(), fault);
     };
@@ -66,6 +66,7 @@ Tokenizer::Tokenizer(const std::string& path) : file(path) {
     need(n_tokens <= INT32_MAX && n_merges <= INT32_MAX, "more tokens than an int can count");
     need(offset[0] == 0 && offset[n_tokens] == n_text, "bad token offsets");
     for (uint32_t i = 0; i < n_tokens; i++) need(offset[i] < offset[i + 1], "bad token offsets");
+    while ((int64_t)n_tokens > rows && !(flags[n_tokens - 1] & IN_VOCABULARY)) n_tokens--;
 
     auto slots = [](size_t n) { // at most half of them used
         size_t k = 2;

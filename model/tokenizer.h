@@ -35,7 +35,9 @@
 #include <vector>
 
 struct Tokenizer {
-    explicit Tokenizer(const std::string& path);
+    // rows: of the model that uses it, if fewer than T. Added tokens at the end that have no row do not exist: their
+    // texts are texts like any. (Qwen3-Embedding-4B and 8B end before <tool_response> and <think>.)
+    explicit Tokenizer(const std::string& path, int rows = INT32_MAX);
 
     int size() const { return (int)n_tokens; }
     size_t longest() const { return longest_token; } // bytes of a token, at most

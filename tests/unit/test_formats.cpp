@@ -653,7 +653,7 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
         return all;
     };
     const Strings tokens = texts("tokenizer.ggml.tokens"), merges = texts("tokenizer.ggml.merges");
-    auto difference = [&](auto bend) {
+    auto compared = [&](const Tokenizer& with, auto bend) {
         Gguf other = small_gguf();
         other.set_text("tokenizer.ggml.model", "gpt2"), other.set_text("tokenizer.ggml.pre", "qwen2");
         other.set_texts("tokenizer.ggml.tokens", tokens), other.set_texts("tokenizer.ggml.merges", merges);
@@ -663,8 +663,9 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
         bend(other);
         const MemoryFile memory(other.file());
         const MappedFile map(memory.path);
-        return GgufVocabulary(GgufFile(map)).difference(t);
+        return GgufVocabulary(GgufFile(map)).difference(with);
     };
+    auto difference = [&](auto bend) { return compared(t, bend); };
     auto with = [&](const char* key, Strings all, size_t i, const char* text) {
         all[i] = text;
         return difference([&](Gguf& o) { o.set_texts(key, all); });
@@ -685,6 +686,12 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
     more.back() = "one of its own";
     CHECK(difference([&](Gguf& o) { o.set_texts("tokenizer.ggml.tokens", more), o.set("tokenizer.ggml.token_type", ""); }) ==
           format("its token %zu is \"one of its own\"", tokens.size() - 1));
+    auto first = [](const Strings& all, size_t n) { return Strings(all.begin(), all.begin() + (ptrdiff_t)n); };
+    auto shorter = [&](Gguf& o) { // Qwen3-Embedding-8B has 151,665 tokens, none from <tool_response> on, and as many rows
+        o.set_texts("tokenizer.ggml.tokens", first(tokens, 996)), o.set("tokenizer.ggml.token_type", "");
+    };
+    CHECK(difference(shorter) == format("it has 996 tokens, not %d", t.size()));
+    CHECK(compared(Tokenizer(SMALL_VOCABULARY, 996), shorter) == "");
     CHECK(difference([](Gguf& o) { o.set_text("tokenizer.ggml.pre", "llama-bpe"); }) == "it is of the kind gpt2, llama-bpe");
     CHECK(difference([](Gguf& o) { o.set_text("tokenizer.ggml.model", "llama"); }) == "it is of the kind llama, qwen2");
     CHECK(difference([](Gguf& o) { o.set("tokenizer.ggml.add_bos_token", Gguf::raw(GgufValue::BOOL) + "\1"); }) == "it puts a token before every text");

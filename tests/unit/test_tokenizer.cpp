@@ -249,6 +249,21 @@ TEST_CASE("added tokens") {
     CHECK(tiny().size() == 1000);
 }
 
+TEST_CASE("added tokens that the model has no rows for do not exist") {
+    const Tokenizer cut("tokenizer.bin", 151665); // as Qwen3-Embedding-8B has them: none from <tool_response> on
+    CHECK(cut.size() == 151665);
+    for (const char* name : {"<tool_response>", "</tool_response>", "<think>", "</think>"}) {
+        CHECK(cut.id(name) == -1);
+        CHECK(cut.encode(name, true) == qwen3().encode(name, false));
+        CHECK(cut.bytes(qwen3().id(name)) == "");
+    }
+    CHECK(cut.encode("<|im_start|>a</tool_call>", true) == qwen3().encode("<|im_start|>a</tool_call>", true));
+    CHECK(cut.merges() == qwen3().merges());
+    CHECK(Tokenizer("tokenizer.bin", 151936).size() == 151669);
+    CHECK(Tokenizer("tokenizer.bin", 151650).id("<|im_end|>") == 151645);
+    CHECK(Tokenizer("tokenizer.bin", 1000).size() == 151643); // what merges make stays: it is not the model's tokenizer
+}
+
 TEST_CASE("decode(encode(text)) is the text in NFC") {
     int changed = 0;
     for (uint64_t n = 0; n < 5000; n++) {
