@@ -481,6 +481,40 @@ TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to
         check_refusal(start(program("TRAIN_LORA", "./train_lora"), arguments + other).wait(), "train_lora", format("begun with %s", other[0].c_str() + 2));
 }
 
+TEST_CASE("one run in a folder at a time; leftovers of a run that was killed are removed, those of the living are not") {
+    Scratch s;
+    const std::string out = s / "out";
+    const Strings how = Strings{TINY, rows().first, "--batch", "8", "--steps", "100000", "--rank", "2", "--save-every", "1", "-o", out} + ONE;
+    const char* program_name = program("TRAIN_LORA", "./train_lora");
+    Process first = start(program_name, how);
+    wait_until(first, [&] { return fs::exists(out + "/state.safetensors"); });
+    for (const char* option : {"--resume", "--overwrite"}) {
+        const Result second = start(program_name, how + Strings{option}).wait();
+        CHECK(second.status == 1);
+        CHECK(second.err.find(out + ": another train_lora is at work in it") != std::string::npos);
+    }
+    kill(first.pid, SIGKILL);
+    first.wait();
+    const std::string dead = std::to_string(first.pid), living = std::to_string(getpid());
+    fs::create_directories(out + "/best");
+    for (const char* name : {"/state.safetensors.tmp", "/adapter_model.safetensors.tmp", "/best/adapter_model.safetensors.tmp", "/loss.svg.tmp", "/mine.tmp"})
+        write_file(out + name + dead, "half"), write_file(out + name + living, "half");
+    write_file(out + "/state.safetensors.tmpx" + dead, "");
+    Process again = start(program_name, how + Strings{"--resume"});
+    wait_until(again, [&] { return !fs::exists(out + "/loss.svg.tmp" + dead); });
+    const auto steps = [&] { return lines(whole(read_file(out + "/trainer_log.jsonl"))).size(); };
+    const size_t before = steps();
+    wait_until(again, [&] { return steps() > before + 1; });
+    kill(again.pid, SIGINT);
+    CHECK(again.wait().status == 130);
+    std::set<std::string> left;
+    for (auto& entry : fs::recursive_directory_iterator(out))
+        if (const std::string name = entry.path().filename(); name.find(".tmp") != name.npos) left.insert(entry.path().string().substr(out.size()));
+    const std::set<std::string> right = {"/state.safetensors.tmp" + living, "/adapter_model.safetensors.tmp" + living, "/best/adapter_model.safetensors.tmp" + living,
+                                         "/loss.svg.tmp" + living, "/mine.tmp" + living, "/mine.tmp" + dead, "/state.safetensors.tmpx" + dead};
+    CHECK(left == right);
+}
+
 TEST_CASE("--full: a model from nothing learns its rows; model.bin is one that qwen3 answers with") {
     Scratch out;
     write_file(out / "config.json", R"({"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
