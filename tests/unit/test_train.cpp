@@ -690,6 +690,42 @@ TEST_CASE("a loss that is not finite stops the run and names the rows") {
     stopped({out / "good.bin", "--eval", out / "d.bin"}, "d.bin: after step 1: loss nan; rows whose loss is not finite: 1, 4");
 }
 
+TEST_CASE("adapters of whatever class PEFT wraps, with modules named by their ends or by whole paths, are the same") {
+    const Config c = ModelFile(TINY).config;
+    const AdapterFile usual(FIXTURES + "adapter", c);
+    const std::string config = read_file(FIXTURES + "adapter/adapter_config.json");
+    Scratch s;
+    auto write = [&](const std::string& prefix, const std::function<std::string(int layer, int m)>& target) {
+        std::vector<OutTensor> all;
+        for (auto& [name, t] : usual.tensors)
+            all.push_back({prefix + name.substr(name.find("layers.")), "F32", t.shape, [t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
+        write_safetensors(s / "adapter_model.safetensors", {{"format", "pt"}}, all);
+        sj::Writer w;
+        w.array();
+        for (int l = 0; l < c.L; l++)
+            for (int m = 0; m < MODULES; m++)
+                if (const std::string name = usual.config.targets[m] ? target(l, m) : ""; !name.empty()) w.value(name);
+        std::string text = config;
+        const size_t at = text.find('[', text.find("target_modules"));
+        write_file(s / "adapter_config.json", text.replace(at, text.find(']', at) + 1 - at, w.end().text));
+        return AdapterFile(s / "", c);
+    };
+    const std::function<std::string(int, int)> paths = [](int l, int m) { return format("model.layers.%d.%s", l, TENSOR_NAMES[m]); },
+                                               ends = [](int, int m) { return module_name(m); },
+                                               some = [](int l, int m) { return format("%d.%s", l, TENSOR_NAMES[m]); };
+    for (const char* prefix : {"base_model.model.model.", "base_model.model.", "base_model.model.0.auto_model.", "model."})
+        for (auto& target : {paths, ends, some}) {
+            const AdapterFile other = write(prefix, target);
+            REQUIRE(other.tensors.size() == usual.tensors.size());
+            CHECK(std::equal(other.config.targets, other.config.targets + MODULES, usual.config.targets));
+            for (auto& [name, t] : usual.tensors) CHECK(!memcmp(other.tensors.at(name).data, t.data, t.bytes));
+        }
+    const auto not_all = [&](int l, int m) { return l == 1 && m == Q_PROJ ? std::string() : paths(l, m); };
+    CHECK_THROWS_WITH_AS(write("base_model.model.", not_all), (s / "" + "/adapter_config.json: target_modules names q_proj in 1 of 2 layers: all or none is supported").c_str(), Error);
+    for (const char* name : {"model.layers.9.mlp.up_proj", "layers.0", "proj", "lm_head", "olayers.0.mlp.up_proj", ""})
+        CHECK_THROWS_AS(write("base_model.model.", [&](int l, int m) { return l || m != Q_PROJ ? paths(l, m) : std::string(name); }), Error);
+}
+
 TEST_CASE("adapters are hostile files: what is not supported is refused by name") {
     const Config c = ModelFile(TINY).config;
     const std::string config = read_file(FIXTURES + "adapter/adapter_config.json"), numbers = read_file(FIXTURES + "adapter/adapter_model.safetensors");
