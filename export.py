@@ -522,6 +522,33 @@ def checkpoint(hf_dir):
     return list(tensors.values())
 
 
+def needed(tensors, config, config_path):
+    """The tensors that the config has a place for. A weight or bias beside them is a fault, as it is for qwen3: but for
+    biases of zeros, and for a head that is the embedding where they are tied. Those are left out."""
+    layers, tied = config.get("num_hidden_layers"), config.get("tie_word_embeddings") is True
+    by_name = {tensor.name: tensor for tensor in tensors}
+    kept = []
+    for tensor in tensors:
+        known, layer, _, name = place(tensor.name.removesuffix(".bias") + ".weight" if tensor.name.endswith(".bias")
+                                      else tensor.name)
+        fault = f"{tensor.path}: tensor {tensor.name[:80]!r}"
+        if not tensor.name.endswith((".weight", ".bias")):
+            kept.append(tensor)
+        elif known == 4 or (known == 1 and type(layers) is int and layer >= layers):
+            raise Fault(f"{fault} is none of the model that {config_path} describes")
+        elif tensor.name.endswith(".bias"):
+            if any(block.strip(b"\0") for block in blocks(tensor, tensor.size)):
+                raise Fault(f"{fault} is not zero: a model with a bias is not supported")
+        elif name == "lm_head.weight" and tied:
+            embedding = by_name.get("model.embed_tokens.weight")
+            if embedding and (embedding.dtype != tensor.dtype or embedding.shape != tensor.shape or any(
+                    a != b for a, b in zip(blocks(tensor, tensor.size), blocks(embedding, embedding.size)))):
+                raise Fault(f"{fault}: tie_word_embeddings is true, and it is not model.embed_tokens.weight")
+        else:
+            kept.append(tensor)
+    return kept
+
+
 def is_matrix(name):
     return name in ("model.embed_tokens.weight", "lm_head.weight") or (
         place(name)[0] == 1 and name.endswith("_proj.weight"))
@@ -542,6 +569,7 @@ def export_model(hf_dir, out_path, option):
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
         tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
                    for tensor in tensors]
+    tensors = needed(tensors, parse_json(metadata["config"].encode(), config_path), config_path)
 
     if option != "--keep-dtype" and any(tensor.dtype in TO_BF16 for tensor in tensors):
         metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])

@@ -212,6 +212,37 @@ void ModelFile::finish(const std::optional<QuantizationConfig>& quantization) {
     if (quantization) Packer{path, tensors, *quantization}.run();
     name_as_usual();
     drop_biases();
+    check_superfluous();
+}
+
+// Whether two matrices are the same, by 256 of their numbers: training moves every one.
+static bool same_numbers(const Tensor& a, const Tensor& b) {
+    constexpr size_t SAMPLES = 256;
+    const size_t n = count_of(a.shape);
+    if (a.shape != b.shape || a.dtype != b.dtype || !(a.is_float() || a.dtype == Dtype::I8)) return false;
+    for (size_t i = 0; i < SAMPLES && n; i++) {
+        const size_t at = (size_t)((unsigned __int128)(n - 1) * i / (SAMPLES - 1)), width = a.bytes / n;
+        if (a.is_quantized() ? number(a, at) != number(b, at) : memcmp(a.data + at * width, b.data + at * width, width))
+            return false;
+    }
+    return true;
+}
+
+void ModelFile::check_superfluous() const {
+    std::set<std::string> needed;
+    for (const ModelTensor& t : model_tensors(config)) needed.insert(t.name());
+    const std::string head = "lm_head.weight", embedding = "model.embed_tokens.weight";
+    auto ends_in = [](const std::string& name, const std::string& end) {
+        return name.size() >= end.size() && name.compare(name.size() - end.size(), end.size(), end) == 0;
+    };
+    for (auto& [name, t] : tensors) {
+        if (needed.count(name) || !(ends_in(name, ".weight") || ends_in(name, ".bias"))) continue;
+        const char* file = t.file.c_str();
+        if (name != head) DIE("%s: tensor %.200s is none of the model that the config describes", file, name.c_str());
+        const auto other = tensors.find(embedding);
+        if (other != tensors.end() && !same_numbers(t, other->second))
+            DIE("%s: tie_word_embeddings is true, but %s is not %s", file, head.c_str(), embedding.c_str());
+    }
 }
 
 void ModelFile::drop_biases() {

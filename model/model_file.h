@@ -62,6 +62,9 @@ struct ModelFile {
     void finish(const std::optional<QuantizationConfig>& quantization);
     // Qwen3 has no biases. AutoGPTQ writes zeros.
     void drop_biases();
+    // A tensor of weights or biases that the config has no place for would change the computation: a layer beyond its
+    // number, another head than the embedding where they are tied, a part of another architecture.
+    void check_superfluous() const;
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
     void name_as_usual();
     Dtype embedding_type() const;

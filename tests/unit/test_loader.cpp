@@ -458,6 +458,21 @@ TEST_CASE("every tensor must be there, in its shape, in a type that can be read"
     check_config_refused(config_without("head_dim"), "the config needs (512,8)"); // 128 where it is not given
 }
 
+TEST_CASE("weights that the config has no place for are refused by name") {
+    check_config_refused(config_with("\"num_hidden_layers\": 1"), "tensor model.layers.1.");
+    for (const char* name : {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.sinks.weight",
+                             "score.weight", "score.bias", "model.embed_positions.weight", "v_head.summary.weight", "mtp.fc.weight"}) {
+        Builder b = small_model();
+        b.entries.push_back({name, "BF16", {2}, "1234"});
+        check_bytes_refused(b.file(), "tensor "s + name + " is none of the model that the config describes");
+    }
+    for (const char* name : {"model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.k_scale", "steps"}) { // no weights
+        Builder b = small_model();
+        b.entries.push_back({name, "BF16", {2}, "1234"});
+        CHECK(same_bits(logits<bf16>(b), logits<bf16>(small_model())));
+    }
+}
+
 // ----------------------------------------------------------------------------------------- folders
 
 // A Hugging Face folder: the config, and the small model's tensors dealt out to `shards` files with an index.
@@ -622,13 +637,20 @@ TEST_CASE("tensors at odd addresses give the same numbers") {
     CHECK(odd == 4);
 }
 
-TEST_CASE("a tied head is the embedding; a superfluous lm_head is ignored") {
+TEST_CASE("a tied head is the embedding; a stored lm_head must be the same") {
     const std::string tied = config_with("\"tie_word_embeddings\": true");
     Builder with = small_model(tied), without = with, untied = small_model();
     without.entries.pop_back();
     REQUIRE(with.entries.back().name == "lm_head.weight");
     const std::vector<float> expected = logits<bf16>(without);
+    const std::string embedding = with.entry("model.embed_tokens.weight").bytes;
+    check_bytes_refused(with.file(), "tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight");
+    with.entry("lm_head.weight").bytes = embedding;
     CHECK(same_bits(logits<bf16>(with), expected));
+    with.entry("lm_head.weight").bytes[5] ^= 1;
+    check_bytes_refused(with.file(), "tie_word_embeddings is true, but lm_head.weight is not");
+    with.entry("lm_head.weight").bytes = embedding, with.entry("lm_head.weight").shape = {8, 13};
+    check_bytes_refused(with.file(), "tie_word_embeddings is true, but lm_head.weight is not");
     CHECK(!same_bits(logits<bf16>(untied), expected));
     untied.entry("lm_head.weight").bytes = untied.entry("model.embed_tokens.weight").bytes;
     CHECK(same_bits(logits<bf16>(untied), expected));
