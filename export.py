@@ -554,6 +554,21 @@ def is_matrix(name):
         place(name)[0] == 1 and name.endswith("_proj.weight"))
 
 
+def chat_template(hf_dir):
+    """The folder's Jinja text: chat_template.jinja, or tokenizer_config.json's chat_template; "": none."""
+    alone, among = (os.path.join(hf_dir, name) for name in ("chat_template.jinja", "tokenizer_config.json"))
+    if os.path.exists(alone):
+        try:
+            return read_file(alone).decode()
+        except UnicodeError:
+            raise Fault(f"{alone}: not valid UTF-8") from None
+    found = parse_json(read_file(among), among).get("chat_template") if os.path.exists(among) else None
+    for one in found if isinstance(found, list) else []:
+        if isinstance(one, dict) and one.get("name") == "default":
+            found = one.get("template")
+    return found if isinstance(found, str) else ""
+
+
 def export_model(hf_dir, out_path, option):
     """Hugging Face folder -> model.bin. option: --keep-dtype, --int8 or None."""
     if not os.path.isdir(hf_dir):
@@ -565,6 +580,9 @@ def export_model(hf_dir, out_path, option):
         data = read_file(generation_path)
         parse_json(data, generation_path)
         metadata["generation_config"] = data.decode()
+    template = chat_template(hf_dir)
+    if template:
+        metadata["chat_template"] = template
     tensors = checkpoint(hf_dir)
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
         tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
@@ -605,6 +623,8 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     if "generation_config" in metadata:
         texts["generation_config.json"] = metadata["generation_config"].encode()
         parse_json(texts["generation_config.json"], model_path)
+    if metadata.get("chat_template"):
+        texts["chat_template.jinja"] = metadata["chat_template"].encode()
     if tokenizer_dir is not None:
         if not os.path.exists(os.path.join(tokenizer_dir, "tokenizer.json")):
             raise Fault(f"{tokenizer_dir}: no tokenizer.json")

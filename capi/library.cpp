@@ -154,9 +154,11 @@ template <class U> static long hand_out(const std::vector<U>& all, U* out, size_
 }
 
 // An answer after what was fed.
-static int answer(qwen3_context& context, const qwen3_sampling* how, const std::function<int(std::string_view)>& show) {
+static int answer(qwen3_context& context, const qwen3_sampling* how, bool in_thought,
+                  const std::function<int(std::string_view)>& show) {
     volatile sig_atomic_t stopped = 0;
     Generation g;
+    g.in_thought = in_thought;
     g.sampling = sampling_of(how);
     if (how && how->max_tokens > 0) g.max_tokens = (size_t)how->max_tokens;
     g.interrupt = &stopped;
@@ -257,7 +259,7 @@ API int qwen3_draw(qwen3_context* context, const qwen3_sampling* how) {
 }
 API int qwen3_generate(qwen3_context* context, const qwen3_sampling* how, qwen3_show show, void* user) {
     return with(context, -1, [&](qwen3_context& c) {
-        return answer(c, how, [&](std::string_view s) { return show ? show(s.data(), s.size(), user) : 0; });
+        return answer(c, how, false, [&](std::string_view s) { return show ? show(s.data(), s.size(), user) : 0; });
     });
 }
 API int qwen3_ask(qwen3_context* context, const char* question, const qwen3_sampling* how, qwen3_show show,
@@ -273,7 +275,7 @@ API int qwen3_ask(qwen3_context* context, const char* question, const qwen3_samp
         c.rewind(same);
         c.feed({prompt.begin() + (ptrdiff_t)same, prompt.end()});
         qwen3_context::Turn turn = {question, "", 0};
-        const int count = answer(c, how, [&](std::string_view s) {
+        const int count = answer(c, how, opens_thought(c.model->tokenizer, prompt), [&](std::string_view s) {
             return turn.answer += s, show ? show(s.data(), s.size(), user) : 0;
         });
         turn.end = ids.size();

@@ -86,7 +86,7 @@ std::vector<Command> read_commands(const std::string& path) {
 
 std::vector<std::string> calls_of(const Tokenizer& tokenizer, const std::vector<int>& ids) {
     const int open = tokenizer.id("<tool_call>"), close = tokenizer.id("</tool_call>");
-    const int thought = tokenizer.id("</think>");
+    const int thought = tokenizer.chat.thinks ? tokenizer.id("</think>") : -1;
     std::vector<std::string> calls;
     const auto after = std::find(ids.rbegin(), ids.rend(), thought).base(); // all of it, if there is no thought
     for (auto at = after == ids.begin() ? ids.begin() : after;;) {

@@ -36,7 +36,7 @@ bool colours() {
     return !plain_terminal() && !(none && *none);
 }
 
-Screen::Screen(bool terminal) : terminal(terminal), dims(terminal && colours()) {}
+Screen::Screen(bool terminal, bool thinks) : terminal(terminal), dims(terminal && thinks && colours()) {}
 
 Screen::~Screen() {
     if (thinking) fputs("\033[0m", stdout), fflush(stdout);

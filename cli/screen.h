@@ -23,7 +23,7 @@ struct Screen {
     bool thinking = false;
     std::string held; // may be the beginning of a marker
 
-    explicit Screen(bool terminal);
+    Screen(bool terminal, bool thinks); // thinks: the markers are a thought's, not text
     ~Screen();
 
     void show(std::string_view s);

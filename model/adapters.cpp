@@ -12,7 +12,8 @@ static void read_targets(const char* file, sj::Value targets, int layers, Adapte
     std::vector<bool> named((size_t)layers * MODULES);
     for (sj::Value v : targets.items()) {
         std::string name = v.str();
-        if (const size_t at = name.rfind("layers."); at != name.npos && (at == 0 || name[at - 1] == '.')) name.erase(0, at);
+        const size_t at = name.rfind("layers.");
+        if (at != name.npos && (at == 0 || name[at - 1] == '.')) name.erase(0, at);
         bool any = false;
         for (size_t i = 0; i < named.size(); i++) {
             const std::string path = format(".layers.%zu.%s", i / MODULES, TENSOR_NAMES[i % MODULES]), end = "." + name;
@@ -20,15 +21,15 @@ static void read_targets(const char* file, sj::Value targets, int layers, Adapte
             named[i] = any = true;
         }
         if (!any)
-            DIE("%s: target_modules has %.100s; q, k, v, o, gate, up and down_proj of %d layers can have an adapter", file,
-                std::string(v.raw()).c_str(), layers);
+            DIE("%s: target_modules has %.100s; q, k, v, o, gate, up and down_proj of %d layers can have an adapter",
+                file, std::string(v.raw()).c_str(), layers);
     }
     for (int m = 0; m < MODULES; m++) {
         int n = 0;
         for (int l = 0; l < layers; l++) n += named[(size_t)(l * MODULES + m)];
         if (n > 0 && n < layers)
-            DIE("%s: target_modules names %s in %d of %d layers: all or none is supported", file, module_name(m).c_str(),
-                n, layers);
+            DIE("%s: target_modules names %s in %d of %d layers: all or none is supported", file,
+                module_name(m).c_str(), n, layers);
         a.targets[m] = n > 0;
     }
 }

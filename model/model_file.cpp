@@ -96,9 +96,11 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     return c;
 }
 
-Metadata model_metadata(const std::string& config_text, const std::string& generation_text) {
+Metadata model_metadata(const std::string& config_text, const std::string& generation_text,
+                        const std::string& chat_template) {
     Metadata metadata = {{"format", "pt"}, {"config", config_text}};
     if (!generation_text.empty()) metadata["generation_config"] = generation_text;
+    if (!chat_template.empty()) metadata["chat_template"] = chat_template;
     return metadata;
 }
 
@@ -118,6 +120,7 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
     config_text = MappedFile(p + "/config.json").text();
     if (exists(generation)) generation_text = MappedFile(generation).text();
+    read_chat_template();
     const auto quantization = take_quantization(p);
     config = parse_config(p, config_text, generation_text);
     if (exists(one)) add(one, metadata);
@@ -125,6 +128,20 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json",
              p.c_str());
     finish(quantization);
+}
+
+void ModelFile::read_chat_template() {
+    const std::string alone = path + "/chat_template.jinja", among = path + "/tokenizer_config.json";
+    if (exists(alone)) chat_template = MappedFile(alone).text();
+    if (!chat_template.empty() || !exists(among)) return;
+    const MappedFile map(among);
+    sj::Doc doc;
+    const std::string fault = sj::parse(doc, map.text());
+    if (!fault.empty()) DIE("%s: %s", among.c_str(), fault.c_str());
+    const sj::Value found = doc.root()["chat_template"];
+    if (found.is(sj::String)) chat_template = found.str();
+    for (sj::Value one : found.items())
+        if (one["name"].str() == "default") chat_template = one["template"].str();
 }
 
 bool ModelFile::is_fp8() const { // has such matrices, that is
@@ -161,7 +178,7 @@ void ModelFile::open_one(const std::string& file) { // a model.bin or a GGUF fil
     if (!metadata.count("config"))
         DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", file.c_str());
     config_text = metadata["config"];
-    generation_text = metadata["generation_config"];
+    generation_text = metadata["generation_config"], chat_template = metadata["chat_template"];
     const auto quantization = take_quantization(file);
     config = parse_config(file, config_text, generation_text);
     finish(quantization);
@@ -181,6 +198,7 @@ void ModelFile::open_gguf() {
     if (!tensors.count("model.embed_tokens.weight")) g.fail("no tensor token_embd.weight");
     config_text = gguf_config(g, rows, tied);
     vocabulary = std::make_unique<GgufVocabulary>(g);
+    chat_template = vocabulary->chat_template;
     sj::Writer ends;
     ends.object().key("eos_token_id").array();
     for (uint64_t id : vocabulary->end_tokens(g)) ends.value(id);

@@ -87,11 +87,21 @@ bool fits(const Tokenizer& t, const ModelFile& file) {
 
 Tokenizer tokenizer_of(const std::string& path, const ModelFile& file) {
     Tokenizer t(path, file.config.V);
+    t.chat = ChatStyle::of(file.chat_template);
     if (fits(t, file)) return t;
     if (const std::string how = file.difference(t); !how.empty())
         DIE("%s: its tokenizer is not %s: %s (-z FILE names another)", file.path.c_str(), path.c_str(), how.c_str());
     DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
         t.size(), file.path.c_str(), file.config.V);
+}
+
+std::string template_note(const ModelFile& file, const Tokenizer& t) {
+    if (t.chat.strange.empty()) return "";
+    const std::string& text = t.chat.strange;
+    std::string quoted = format("a text of %zu bytes", text.size());
+    if (text.size() <= 60) quoted.clear(), sj::quote(quoted, text);
+    return format("%s: its chat template is not Qwen3's (it writes %s): conversations are as Qwen3's has them",
+                  file.path.c_str(), quoted.c_str());
 }
 
 void open_adapter(ModelOptions& o) {

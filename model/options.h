@@ -32,6 +32,8 @@ std::string tokenizer_path(const ModelOptions& o);
 bool fits(const Tokenizer& t, const ModelFile& file);
 // A tokenizer.bin with the ids that the model has rows for. Throws Error if it is not the model's.
 Tokenizer tokenizer_of(const std::string& path, const ModelFile& file);
+// A line for people where conversations are not as the model's own chat template has them; "": they are.
+std::string template_note(const ModelFile& file, const Tokenizer& t);
 
 // A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
 void open_adapter(ModelOptions& o);

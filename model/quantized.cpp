@@ -151,7 +151,8 @@ QuantizationConfig parse_quantization(const char* name, sj::Value j) {
         return q;
     }
     if (method == "auto-round") method = one_of("packing_format", {"", "auto_round:auto_gptq", "auto_round:auto_awq"});
-    if (const size_t packing = method.find(":auto_"); packing != method.npos) method.erase(0, packing + strlen(":auto_"));
+    const size_t packing = method.find(":auto_");
+    if (packing != method.npos) method.erase(0, packing + strlen(":auto_"));
     if (method != "awq" && method != "gptq")
         DIE("%s: quantization_config has quant_method = %.60s; fp8, awq and gptq are read", name,
             j["quant_method"] ? std::string(j["quant_method"].raw()).c_str() : "missing");

@@ -28,6 +28,7 @@
 // Limits: 2 GiB a text; little-endian machines. A Tokenizer is immutable: any number of threads may use one.
 #pragma once
 #include "base/file.h"
+#include "model/chat_style.h"
 #include "model/utf8.h"
 #include <algorithm>
 #include <optional>
@@ -38,6 +39,8 @@ struct Tokenizer {
     // rows: of the model that uses it, if fewer than T. Added tokens at the end that have no row do not exist: their
     // texts are texts like any. (Qwen3-Embedding-4B and 8B end before <tool_response> and <think>.)
     explicit Tokenizer(const std::string& path, int rows = INT32_MAX);
+
+    ChatStyle chat; // the model's, see tokenizer_of
 
     int size() const { return (int)n_tokens; }
     size_t longest() const { return longest_token; } // bytes of a token, at most

@@ -87,6 +87,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (http) server.start(); // to say that it is loading
 
     const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
+    if (const std::string note = template_note(file, tokenizer); !note.empty()) print_error("serve", note);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::vector<AdapterFile> named; // what is wrong with them is said before the model is read

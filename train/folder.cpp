@@ -12,8 +12,8 @@
 
 // What a run leaves in its folder.
 static const char* const RUN_FILES[] = {
-    "adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl", "loss.svg",
-    "reward.svg", "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"};
+    "adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl",
+    "loss.svg", "reward.svg", "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"};
 
 RunFolder::RunFolder(const TrainOptions& options) : o(options) {
     struct stat st;

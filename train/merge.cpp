@@ -66,7 +66,8 @@ static void write_merged_as(const TrainOptions& o, const ModelFile& file, const 
     const Quantization how = merged_as(o, file);
     const std::vector<OutTensor> tensors = from.is_float32() ? quantize_model<float>(from, how, {})
                                                              : quantize_model<bf16>(from, how, {});
-    write_safetensors(o.merge, model_metadata(quantized_config(from, how), from.generation_text), tensors);
+    write_safetensors(o.merge, model_metadata(quantized_config(from, how), from.generation_text, from.chat_template),
+                      tensors);
 }
 
 template <class T>

@@ -327,6 +327,17 @@ EXPORT_TEST("--tokenizer-from copies the tokenizer's files; generation_config.js
 
     write_checkpoint(s / "bare", "BF16", "");
     check_done(run(s / "bare" + " " + s / "bare.bin"));
+    // The chat template is part of the model.
+    write_checkpoint(s / "chat", "BF16", "");
+    for (const char* file : {R"({"chat_template": "{{ 1 }}"})", R"({"chat_template": [{"name": "tools", "template": "2"}, {"name": "default", "template": "{{ 1 }}"}]})"}) {
+        write_file(s / "chat/tokenizer_config.json", file);
+        check_done(run(s / "chat" + " " + s / "chat.bin"));
+        check_done(run("--to-hf " + s / "chat.bin" + " " + s / "chat_back"));
+        CHECK(read_file(s / "chat_back/chat_template.jinja") == "{{ 1 }}");
+    }
+    write_file(s / "chat/chat_template.jinja", "{{ 3 }}");
+    check_done(run(s / "chat" + " " + s / "chat.bin"));
+    CHECK(load(s / "chat.bin").metadata.at("chat_template") == "{{ 3 }}");
     check_done(run("--to-hf " + s / "bare.bin" + " " + s / "hf2 --tokenizer-from " + s / "tok"));
     CHECK(read_file(s / "hf2/generation_config.json") == "generation_config.json");
 
