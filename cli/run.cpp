@@ -36,7 +36,7 @@ static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const Mode
     if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
     const std::string path = tokenizer_path(o);
     const bool by_chance = o.has_ids && o.tokenizer.empty();
-    if (by_chance && !fits(Tokenizer(path, file.config.V), file)) return nullptr;
+    if (by_chance && !fits(path, file)) return nullptr;
     return std::make_unique<Tokenizer>(tokenizer_of(path, file));
 }
 

@@ -1,6 +1,7 @@
 // model/options.cpp: the options that all programs around a model have, and the files they name.
 #include "model/options.h"
 #include "base/file.h"
+#include "model/tokenizer_json.h"
 #include "sj.h"
 #include <sys/stat.h>
 #include <unistd.h>
@@ -80,16 +81,25 @@ std::string tokenizer_path(const ModelOptions& o) {
     return path;
 }
 
-bool fits(const Tokenizer& t, const ModelFile& file) {
-    const Config& c = file.config;
-    return t.size() <= c.V && c.V - t.size() < 1024 && file.difference(t).empty();
+// How the model's own tokenizer differs from t, to which its added tokens are given; "": in nothing.
+static std::string difference(Tokenizer& t, const ModelFile& file) {
+    const std::string own = file.path + "/tokenizer.json"; // of a folder
+    if (file.vocabulary) return file.vocabulary->difference(t);
+    return ModelFile::exists(own) ? adopt_tokenizer_json(t, own) : "";
+}
+static bool has_rows(const Tokenizer& t, const Config& c) { return t.size() <= c.V && c.V - t.size() < 1024; }
+
+bool fits(const std::string& path, const ModelFile& file) {
+    Tokenizer t(path, file.config.V);
+    return has_rows(t, file.config) && difference(t, file).empty();
 }
 
 Tokenizer tokenizer_of(const std::string& path, const ModelFile& file) {
     Tokenizer t(path, file.config.V);
     t.chat = ChatStyle::of(file.chat_template);
-    if (fits(t, file)) return t;
-    if (const std::string how = file.difference(t); !how.empty())
+    const std::string how = difference(t, file);
+    if (has_rows(t, file.config) && how.empty()) return t;
+    if (!how.empty())
         DIE("%s: its tokenizer is not %s: %s (-z FILE names another)", file.path.c_str(), path.c_str(), how.c_str());
     DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
         t.size(), file.path.c_str(), file.config.V);

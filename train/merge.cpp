@@ -14,7 +14,7 @@ void give_tokenizer(const TrainOptions& o, const ModelFile& file, const std::str
     const std::string from = find_tokenizer(o.tokenizer, o.model), to = folder + "/tokenizer.bin";
     if (from.empty() || same_file(from, to)) return;
     const MappedFile bytes(from);
-    if (!fits(Tokenizer(from, file.config.V), file)) return; // found by chance
+    if (!fits(from, file)) return; // found by chance
     if (access(to.c_str(), F_OK) == 0 && !replace) {
         if (MappedFile(to).text() != bytes.text())
             fprintf(stderr, "%s: another tokenizer, and left as it is; ask with -z %s\n", to.c_str(), from.c_str());
