@@ -8,6 +8,9 @@
 #include "sj.h"
 #include "tests/common.h"
 #include "tests/files.h"
+#include "tests/process.h"
+#include <array>
+#include <csignal>
 #include <sys/stat.h>
 
 using namespace std::literals; // "..."s
@@ -894,6 +897,40 @@ TEST_CASE("a copy in huge pages takes the mapping's place: the same bytes, whate
         CHECK(map.data == at);
         CHECK(map.text() == bytes);
     }
+}
+
+// How a program ends that maps the file and then reads a page of it that another one has cut off.
+static Result after_truncation(const std::string& path, bool moved, off_t left) {
+    return Process::of([&] {
+        return run_program("test", [](int moved, char** words) {
+            MappedFile file(words[0]), other;
+            if (moved & 1) other = std::move(file), file = MappedFile("tests/fixtures/tiny/tokenizer.bin");
+            if (truncate(words[0], moved >> 1) != 0) return 2;
+            const MappedFile& map = moved & 1 ? other : file;
+            volatile uint8_t last = map.data[map.size - 1];
+            return (int)(last & 1) * 0;
+        }, (int)left << 1 | moved, (char**)std::array<const char*, 2>{path.c_str(), nullptr}.data());
+    });
+}
+
+TEST_CASE("a mapped file that becomes shorter ends the program with a line that names it") {
+    const Scratch s;
+    for (const bool moved : {false, true})
+        for (const off_t left : {0, 4096, 3 * 4096 - 1, 3 * 4096}) {
+            write_file(s / "a\nfile", std::string(4 * 4096, 'x'));
+            const Result r = after_truncation(s / "a\nfile", moved, left);
+            CHECK(r.status == 1);
+            CHECK(r.err == "test: " + s / "a file" + ": became shorter while it was in use\n");
+        }
+    const Result other = Process::of([] { return run_program("test", [](int, char**) { return raise(SIGBUS); }, 0, nullptr); });
+    CHECK(other.status == 1000 + SIGBUS); // no file
+    CHECK(other.err == "");
+    { // forgotten when it is unmapped
+        std::vector<std::unique_ptr<MappedFile>> many;
+        for (int i = 0; i < 1100; i++) many.push_back(std::make_unique<MappedFile>("tests/fixtures/tiny/tokenizer.bin"));
+    }
+    write_file(s / "one", std::string(4 * 4096, 'x'));
+    CHECK(after_truncation(s / "one", false, 0).status == 1);
 }
 
 TEST_CASE("a model.bin written from a folder, tensor by tensor, is the same model") {
