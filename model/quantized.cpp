@@ -316,7 +316,7 @@ Kept kept_as(const Tensor& t) {
         for (size_t i = 0; i < t.bytes; i++) nan |= (t.data[i] & 0x7f) == 0x7f;
         if (nan) return {};
         k.format = Format::FP8, k.group = (int)std::min(p->group, (in + GROUP - 1) / GROUP * GROUP);
-        k.group_rows = (int)std::min(p->group_rows, p->rows);
+        k.group_rows = (int)p->group_rows; // (also of fewer rows: it must be that of its neighbours)
         return k;
     }
     if (p->method == Method::INT8) return k.format = Format::INT8, k;
