@@ -72,7 +72,9 @@ Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows)
     need(n_tokens <= INT32_MAX && n_merges <= INT32_MAX, "more tokens than an int can count");
     need(offset[0] == 0 && offset[n_tokens] == n_text, "bad token offsets");
     for (uint32_t i = 0; i < n_tokens; i++) need(offset[i] < offset[i + 1], "bad token offsets");
-    while ((int64_t)n_tokens > rows && !(flags[n_tokens - 1] & IN_VOCABULARY)) n_tokens--;
+    uint32_t kept = n_tokens;
+    while ((int64_t)kept > rows && !(flags[kept - 1] & IN_VOCABULARY)) kept--;
+    if ((int64_t)kept <= rows) n_tokens = kept; // (else it is not the model's)
 
     for (uint32_t i = 0; i < n_tokens; i++) need(flags[i] < ANYWHERE, "bad token flags");
     load_tokens();

@@ -586,7 +586,7 @@ TEST_CASE("a model with fewer rows than the tokenizer has ids answers with the i
     for (int id : a.ids) CHECK(id < 996);
     check_refused({s / "m", "-z", z, "-i", "a"}, "the chat template needs <think>, which the tokenizer has not");
     make(973); // a row less than the vocabulary without its added tokens
-    check_refused({s / "m", "-z", z, "-i", "a"}, "974 ids, but the vocabulary of");
+    check_refused({s / "m", "-z", z, "-i", "a"}, "1000 ids, but the vocabulary of");
 }
 
 // ----------------------------------------------------------------------------------------- refusals

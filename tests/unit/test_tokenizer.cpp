@@ -262,7 +262,7 @@ TEST_CASE("added tokens that the model has no rows for do not exist") {
     CHECK(cut.merges() == qwen3().merges());
     CHECK(Tokenizer("tokenizer.bin", 151936).size() == 151669);
     CHECK(Tokenizer("tokenizer.bin", 151650).id("<|im_end|>") == 151645);
-    CHECK(Tokenizer("tokenizer.bin", 1000).size() == 151643); // what merges make stays: it is not the model's tokenizer
+    CHECK(Tokenizer("tokenizer.bin", 1000).size() == 151669); // it is not the model's: merges make more ids than that
 }
 
 TEST_CASE("a folder's tokenizer.json: its added tokens are taken, any other difference is told") {
@@ -317,8 +317,8 @@ TEST_CASE("a folder's tokenizer.json: its added tokens are taken, any other diff
     CHECK(moved.encode("ab\u00e9", false) == Ids{1000});
     {
         Tokenizer few(TINY, 1001); // a model of 1,001 rows
-        CHECK(adopt(few, adding(token(1000, "one", plain) + "," + token(1001, "two", plain))) == "");
-        CHECK((few.size() == 1001 && few.id("one") == 1000 && few.id("two") == -1));
+        CHECK(adopt(few, adding(token(1000, "x1", plain) + "," + token(1001, "x2", plain))) == "");
+        CHECK((few.size() == 1001 && few.id("x1") == 1000 && few.id("x2") == -1));
         Tokenizer fewer(TINY, 996);
         CHECK(adopt(fewer, json) == "");
         CHECK((fewer.size() == 996 && !fewer.extended()));
