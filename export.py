@@ -522,9 +522,51 @@ def checkpoint(hf_dir):
     return list(tensors.values())
 
 
+def needed(tensors, config, config_path):
+    """The tensors that the config has a place for. A weight or bias beside them is a fault, as it is for qwen3: but for
+    biases of zeros, and for a head that is the embedding where they are tied. Those are left out."""
+    layers, tied = config.get("num_hidden_layers"), config.get("tie_word_embeddings") is True
+    by_name = {tensor.name: tensor for tensor in tensors}
+    kept = []
+    for tensor in tensors:
+        known, layer, _, name = place(tensor.name.removesuffix(".bias") + ".weight" if tensor.name.endswith(".bias")
+                                      else tensor.name)
+        fault = f"{tensor.path}: tensor {tensor.name[:80]!r}"
+        if not tensor.name.endswith((".weight", ".bias")):
+            kept.append(tensor)
+        elif known == 4 or (known == 1 and type(layers) is int and layer >= layers):
+            raise Fault(f"{fault} is none of the model that {config_path} describes")
+        elif tensor.name.endswith(".bias"):
+            if any(block.strip(b"\0") for block in blocks(tensor, tensor.size)):
+                raise Fault(f"{fault} is not zero: a model with a bias is not supported")
+        elif name == "lm_head.weight" and tied:
+            embedding = by_name.get("model.embed_tokens.weight")
+            if embedding and (embedding.dtype != tensor.dtype or embedding.shape != tensor.shape or any(
+                    a != b for a, b in zip(blocks(tensor, tensor.size), blocks(embedding, embedding.size)))):
+                raise Fault(f"{fault}: tie_word_embeddings is true, and it is not model.embed_tokens.weight")
+        else:
+            kept.append(tensor)
+    return kept
+
+
 def is_matrix(name):
     return name in ("model.embed_tokens.weight", "lm_head.weight") or (
         place(name)[0] == 1 and name.endswith("_proj.weight"))
+
+
+def chat_template(hf_dir):
+    """The folder's Jinja text: chat_template.jinja, or tokenizer_config.json's chat_template; "": none."""
+    alone, among = (os.path.join(hf_dir, name) for name in ("chat_template.jinja", "tokenizer_config.json"))
+    if os.path.exists(alone):
+        try:
+            return read_file(alone).decode()
+        except UnicodeError:
+            raise Fault(f"{alone}: not valid UTF-8") from None
+    found = parse_json(read_file(among), among).get("chat_template") if os.path.exists(among) else None
+    for one in found if isinstance(found, list) else []:
+        if isinstance(one, dict) and one.get("name") == "default":
+            found = one.get("template")
+    return found if isinstance(found, str) else ""
 
 
 def export_model(hf_dir, out_path, option):
@@ -538,10 +580,14 @@ def export_model(hf_dir, out_path, option):
         data = read_file(generation_path)
         parse_json(data, generation_path)
         metadata["generation_config"] = data.decode()
+    template = chat_template(hf_dir)
+    if template:
+        metadata["chat_template"] = template
     tensors = checkpoint(hf_dir)
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
         tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
                    for tensor in tensors]
+    tensors = needed(tensors, parse_json(metadata["config"].encode(), config_path), config_path)
 
     if option != "--keep-dtype" and any(tensor.dtype in TO_BF16 for tensor in tensors):
         metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])
@@ -577,6 +623,8 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     if "generation_config" in metadata:
         texts["generation_config.json"] = metadata["generation_config"].encode()
         parse_json(texts["generation_config.json"], model_path)
+    if metadata.get("chat_template"):
+        texts["chat_template.jinja"] = metadata["chat_template"].encode()
     if tokenizer_dir is not None:
         if not os.path.exists(os.path.join(tokenizer_dir, "tokenizer.json")):
             raise Fault(f"{tokenizer_dir}: no tokenizer.json")

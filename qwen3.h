@@ -8,8 +8,9 @@
      qwen3_close(m);
 
    Errors: what fails returns NULL or -1, and qwen3_error() says why in one line; no C++ exception leaves the library.
+   A null pointer is an error where it is not said to be allowed. So is a number out of range.
    Threads: a model may be used by any number of threads at once; a context by one at a time. Each context has its own
-   keys and values, so several can answer side by side.
+   keys and values, so several can answer side by side. A call on a context that is in another call is an error.
    Text is UTF-8. A token is an id from 0 to qwen3_vocabulary(m) - 1. Versions: qwen3_version(). */
 #ifndef QWEN3_H
 #define QWEN3_H
@@ -29,7 +30,7 @@ const char* qwen3_error(void);   /* of this thread's last call that failed; "" b
 /* Opens a model. tokenizer: a tokenizer.bin, or NULL: beside the model, beside the program, in the working folder.
    device: "cpu", "cuda", "plain", or NULL: a GPU where there is one for it. NULL on error. */
 qwen3_model* qwen3_open(const char* path, const char* tokenizer, const char* device);
-void qwen3_close(qwen3_model* model); /* after its contexts; NULL is allowed */
+void qwen3_close(qwen3_model* model); /* its contexts can still be used; NULL is allowed */
 int qwen3_vocabulary(const qwen3_model* model);   /* ids that exist */
 int qwen3_context_limit(const qwen3_model* model); /* tokens that the model was trained for */
 
@@ -46,10 +47,12 @@ long qwen3_prompt(const qwen3_model* model, const char* system, const char* ques
 qwen3_context* qwen3_context_new(const qwen3_model* model, int tokens);
 void qwen3_context_free(qwen3_context* context); /* NULL is allowed */
 int qwen3_tokens(const qwen3_context* context);  /* that are in it */
-int qwen3_rewind(qwen3_context* context, int tokens); /* forgets all but the first ones; 0, or -1 */
+int qwen3_rewind(qwen3_context* context, int tokens); /* forgets all but the first ones, and the questions of
+                                                          qwen3_ask whose tokens go; 0, or -1 */
 
-/* Appends tokens; 0, or -1 on error. Afterwards qwen3_logits gives the scores of every id as the next one, float32, as
-   many as the model has vocabulary rows (`count`, if not NULL). Valid until the next call with this context. */
+/* Appends tokens; 0, or -1 on error. qwen3_logits gives the scores of every id as the next one, float32, as many as the
+   model has vocabulary rows (`count`, if not NULL). Valid until the next call with this context. After a rewind or an
+   answer the last token is computed again for them. */
 int qwen3_feed(qwen3_context* context, const int* ids, size_t count);
 const float* qwen3_logits(qwen3_context* context, size_t* count);
 

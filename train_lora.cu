@@ -61,13 +61,20 @@ static int run_as(const TrainOptions& o, const Context& ctx, const ModelFile& fi
     return status;
 }
 
+// Rows are packed with tokenizer.bin, in Qwen3's own chat template.
+static void tell_differences(const TrainOptions& o, const Tokenizer& t) {
+    const ChatStyle& style = t.chat;
+    if (t.extended())
+        fprintf(stderr, "%s: rows have none of the tokens that its tokenizer.json adds\n", o.model.c_str());
+    if (!style.thinks || !style.can_be_off || style.opens || !style.system.empty() || !style.strange.empty())
+        fprintf(stderr, "%s: rows are in Qwen3's chat template, and its own is another\n", o.model.c_str());
+}
+
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
-    const std::string found = tokenizer_path(o);
-    const Tokenizer tokenizer(found);
-    if (tokenizer.size() > file.config.V || !file.difference(tokenizer).empty())
-        not_its_tokenizer(found, tokenizer, file);
+    const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
+    tell_differences(o, tokenizer);
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash());

@@ -1,4 +1,5 @@
 #include "base/file.h"
+#include "base/lost_file.h"
 
 MappedFile::MappedFile(const std::string& p) : path(p) {
     int fd = open(p.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // NONBLOCK: a FIFO must not hang us
@@ -11,10 +12,16 @@ MappedFile::MappedFile(const std::string& p) : path(p) {
     else {
         void* at = mmap(nullptr, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (at == MAP_FAILED) fault = strerror(errno);
-        else data = (const uint8_t*)at, size = (size_t)st.st_size;
+        else data = (const uint8_t*)at, size = (size_t)st.st_size, remember_mapping(data, size, p);
     }
     close(fd);
     if (fault) DIE("%s: %s", p.c_str(), fault);
+}
+
+MappedFile::~MappedFile() {
+    if (!data) return;
+    forget_mapping(data);
+    munmap((void*)data, size);
 }
 
 OutputFile::OutputFile(const std::string& p) : path(p) {

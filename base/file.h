@@ -19,7 +19,7 @@ struct MappedFile {
     explicit MappedFile(const std::string& p);
     MappedFile(MappedFile&& o) noexcept { swap(o); }
     MappedFile& operator=(MappedFile&& o) noexcept { swap(o); return *this; }
-    ~MappedFile() { if (data) munmap((void*)data, size); }
+    ~MappedFile();
 
     std::string_view text() const { return {(const char*)data, size}; }
     void swap(MappedFile& o) noexcept { path.swap(o.path); std::swap(data, o.data); std::swap(size, o.size); }

@@ -140,7 +140,8 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
         pace.end();
         took.prompt_s = seconds() - loaded;
         if (!interrupted) cache.save(session);
-        Screen screen(isatty(1));
+        if (!o.raw && !o.has_ids) g.in_thought = opens_thought(*tokenizer, prompt);
+        Screen screen(isatty(1), !tokenizer || tokenizer->chat.thinks);
         speak(session, tokenizer, g, pace, [&](std::string_view s) {
             if (!o.json) screen.show(s);
             if (!lasting && g.ids.size() >= STEPS_TO_HUGE_PAGES) lasting = true, model.decode_for_long();

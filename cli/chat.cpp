@@ -83,7 +83,9 @@ bool Chat::command(const std::string& line) {
         options.system = argument, changed = true;
         say(argument.empty() ? "no system prompt" : "the system prompt is set");
     } else if (name == "/think" || name == "/no_think") {
-        options.think = name == "/think", changed = true;
+        const bool wanted = name == "/think";
+        if (tokenizer.chat.thinking(wanted) != wanted) DIE("this model %s thinks", wanted ? "never" : "always");
+        options.think = wanted, changed = true;
         say(options.think ? "thinking" : "not thinking");
     } else if (name == "/save") save(argument);
     else if (name == "/load") load(argument);
@@ -143,7 +145,7 @@ void Chat::load(const std::string& word) {
     if (changed) tell_where();
     messages = std::move(chat.messages);
     options.system = chat.system;
-    if (chat.think >= 0) options.think = chat.think;
+    if (chat.think >= 0) options.think = tokenizer.chat.thinking(chat.think);
     const std::string folder = path.substr(0, path.rfind('/') + 1);
     kept = folder == state_folder() + "/" ? path : ""; // such a one goes on where it is
     saved = path, changed = false;
@@ -177,12 +179,13 @@ void Chat::answer(std::vector<Message> asked) {
     say_sources(sources);
 
     // A thought that was stopped is still a thought.
-    const bool thinks = g.text.compare(0, 7, "<think>") == 0;
+    const bool thinks = tokenizer.chat.thinks && g.text.compare(0, 7, "<think>") == 0;
     if (thinks && g.text.find("</think>") == std::string::npos) g.text += "</think>";
-    Message said{"assistant", g.text};
-    auto [thought, content] = split_thought(said);
-    asked.push_back({"assistant", std::string(content)});
-    if (!thought.empty()) asked.back().reasoning = std::string(thought);
+    const Message said{"assistant", g.text};
+    std::pair<std::string_view, std::string_view> parts = {"", said.content};
+    if (thinks) parts = split_thought(said);
+    asked.push_back({"assistant", std::string(parts.second)});
+    if (!parts.first.empty()) asked.back().reasoning = std::string(parts.first);
     messages = std::move(asked);
     changed = true;
     keep();
@@ -200,7 +203,8 @@ bool Chat::speak_on(std::vector<Message>& asked, const std::vector<Message>& cal
     const double prompted = seconds();
     if (!interrupted) {
         if (answers++ == 0) cache.save(session);
-        Screen screen(terminal);
+        g.in_thought = opens_thought(tokenizer, prompt);
+        Screen screen(terminal, tokenizer.chat.thinks);
         speak(session, &tokenizer, g, pace, [&](std::string_view s) { screen.show(s); });
         screen.end();
     }

@@ -3,6 +3,7 @@
 #include "base/child.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "cli/screen.h"
 #include "model/utf8.h"
 #include <algorithm>
 #include <cstring>
@@ -86,7 +87,7 @@ std::vector<Command> read_commands(const std::string& path) {
 
 std::vector<std::string> calls_of(const Tokenizer& tokenizer, const std::vector<int>& ids) {
     const int open = tokenizer.id("<tool_call>"), close = tokenizer.id("</tool_call>");
-    const int thought = tokenizer.id("</think>");
+    const int thought = tokenizer.chat.thinks ? tokenizer.id("</think>") : -1;
     std::vector<std::string> calls;
     const auto after = std::find(ids.rbegin(), ids.rend(), thought).base(); // all of it, if there is no thought
     for (auto at = after == ids.begin() ? ids.begin() : after;;) {
@@ -101,14 +102,13 @@ std::vector<std::string> calls_of(const Tokenizer& tokenizer, const std::vector<
 std::string shown(const std::vector<std::string>& words) {
     std::string plain, out;
     for (auto& word : words) sj::quote(plain += plain.empty() ? "" : " ", word);
-    for (const char* at = plain.c_str(); *at;) { // what hides or turns text is named
+    for (const char* at = plain.c_str(); *at;) {
         const int length = utf8_length(at, strlen(at));
         if (length <= 0) { out += "\uFFFD", at++; continue; }
         const char* next = at;
         const uint32_t c = utf8_read(next);
-        const bool odd = (c >= 0x7F && c < 0xA0) || (c >= 0x200B && c < 0x2010) || (c >= 0x2028 && c < 0x202F) ||
-                         (c >= 0x2060 && c < 0x2070) || c == 0xFEFF || c == 0xAD;
-        out += odd ? format("\\u%04x", c) : std::string(at, (size_t)length);
+        if (c == ' ' || visible(c)) out.append(at, (size_t)length);
+        else out += format(c < 0x10000 ? "\\u%04x" : "\\U%08x", c);
         at += length;
     }
     return out;

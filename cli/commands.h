@@ -34,7 +34,8 @@ std::vector<Command> read_commands(const std::string& path);
 // The texts of the calls in an answer: what is between the tokens <tool_call> and </tool_call>, after a thought.
 std::vector<std::string> calls_of(const Tokenizer& tokenizer, const std::vector<int>& ids);
 
-// The words as a list that shows every character of them for what it is.
+// The words as a list that shows every character of them: those that cannot be seen, and blanks but the space, by
+// their numbers.
 std::string shown(const std::vector<std::string>& words);
 
 // Runs a program; what it writes, as far as the model is told it, and how it ended. `stopped` is asked now and then.

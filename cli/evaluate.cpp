@@ -109,6 +109,7 @@ static std::string evaluate_row(Conversation& session, const Tokenizer& tokenize
     } else {
         g.sampling.seed += index; // draws go by position
         feed_prompt(session, row.prompt);
+        g.in_thought = opens_thought(tokenizer, row.prompt);
         speak(session, &tokenizer, g, pace, [](std::string_view) {});
         feed_prompt(session, row.before);
         double nll = negative_log_likelihood(session.logits(), V, row.trained[0]);

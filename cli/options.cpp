@@ -45,7 +45,8 @@ static std::vector<Option> option_table(Options& o) {
     std::vector<Option> table = {
         {"-i", "--input", "TEXT", "the question; - reads it from standard input", given(o.input, o.has_input)},
         {"-y", "--system", "TEXT", "system prompt", text(o.system)},
-        {"-r", "--think", "0|1", "let the model think first (default 0)", whole(o.think, 0, 1)},
+        {"-r", "--think", "0|1", "let the model think first (default 0; 1 where it always thinks)",
+         whole(o.think, 0, 1)},
         {"-t", "--temp", "X", "temperature (default 0.7, thinking 0.6); 0 takes the likeliest token",
          number(o.temperature, 0, 100)},
         {"-k", "--top-k", "N", "draw among the N likeliest (default 20); 0 is off", whole(o.top_k, 0, INT_MAX)},

@@ -21,7 +21,8 @@ struct Options : ModelOptions {
     float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
     float repeat = 1, presence = 0, frequency = 0;
     std::vector<std::string> stops;
-    int top_k = -1, max_tokens = -1, context = 0, think = 0;
+    int top_k = -1, max_tokens = -1, context = 0;
+    int think = -1; // -1: as the model's chat template has it, where that leaves it open 0
     int lookup = -1; // -1: as the device allows
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false;

@@ -96,7 +96,7 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
     constexpr size_t PIECE = 64; // tokens whose logits are held
     const ModelFile other(o.against);
     const Config& c = model.file.config;
-    if (other.config.V != c.V || !fits(tokenizer, other))
+    if (other.config.V != c.V || !fits(tokenizer_path(o), other))
         DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
     Context usual = o.ctx; // FP8 keys, values and activations are part of what is measured
     usual.kv_fp8 = usual.fp8_activations = false;

@@ -33,9 +33,7 @@ int quantize(const Options& o, bool asks_more) {
     how.keep_embedding = o.embedding == "same";
     how.window = std::min(how.window, file.config.max_positions);
     if (!o.calibrate.empty()) {
-        const std::string path = tokenizer_path(o);
-        const Tokenizer tokenizer(path);
-        if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
+        const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
         how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
         if (how.windows() == 0)
             DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),
@@ -66,7 +64,7 @@ int quantize(const Options& o, bool asks_more) {
         tensors = quantize();
     }
     progress.reset(); // its line ends
-    const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text);
+    const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text, file.chat_template);
     const size_t size = write_safetensors(o.quantize_to, metadata, tensors);
     const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
                                                                         how.windows(), how.window);

@@ -35,10 +35,17 @@ static std::unique_ptr<LoadedModel> load(const Options& o, const ModelFile& file
 static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const ModelFile& file) {
     if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
     const std::string path = tokenizer_path(o);
-    auto tokenizer = std::make_unique<Tokenizer>(path);
-    if (fits(*tokenizer, file)) return tokenizer;
-    if (!o.has_ids || !o.tokenizer.empty()) not_its_tokenizer(path, *tokenizer, file);
-    return nullptr; // found by chance
+    const bool by_chance = o.has_ids && o.tokenizer.empty();
+    if (by_chance && !fits(path, file)) return nullptr;
+    return std::make_unique<Tokenizer>(tokenizer_of(path, file));
+}
+
+// --think, as far as the model's chat template leaves it open.
+static void settle_thinking(Options& o, const ModelFile& file, const ChatStyle& style) {
+    const bool thinks = style.thinking(o.think == 1);
+    if (o.think >= 0 && thinks != (o.think == 1))
+        DIE("--think %d: %s %s thinks, by its chat template", o.think, file.path.c_str(), thinks ? "always" : "never");
+    o.think = thinks;
 }
 
 // One prompt, a chat, --ppl, --eval, --embed or --rerank.
@@ -55,6 +62,9 @@ static int use_model(Options& o, const ModelFile& file, double start) {
         model.attach(from);
     }
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, file);
+    settle_thinking(o, file, tokenizer ? tokenizer->chat : ChatStyle());
+    const std::string note = tokenizer ? template_note(file, *tokenizer) : "";
+    if (!note.empty() && !o.raw && !o.has_ids && !o.embed && !o.rerank) say(note);
     if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
     if (o.embed || o.rerank) return embed_or_rerank(o, model, *tokenizer);
     if (!o.against.empty()) return compare(o, model, *tokenizer);

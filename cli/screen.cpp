@@ -1,5 +1,6 @@
 // cli/screen.cpp: a model's text, made harmless for a terminal; its thoughts dim.
 #include "cli/screen.h"
+#include "base/error.h"
 #include "base/options.h"
 #include "model/utf8.h"
 #include <algorithm>
@@ -7,15 +8,41 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <locale.h>
+#include <wchar.h>
+#include <wctype.h>
 
 namespace cli {
+
+// Unicode's Bidi_Control.
+static bool turns(uint32_t c) {
+    return c == 0x61C || c == 0x200E || c == 0x200F || (c >= 0x202A && c <= 0x202E) || (c >= 0x2066 && c <= 0x2069);
+}
+
+bool visible(uint32_t c) {
+    // Blank, though the system's tables have them as letters or signs that take room; and private use.
+    for (const uint32_t blank : {0xA0, 0xAD, 0x115F, 0x2007, 0x202F, 0x2800, 0x3164, 0xFFA0})
+        if (c == blank) return false;
+    if (c < 0x7F) return c > ' ';
+    if ((c >= 0xE000 && c < 0xF900) || c >= 0xF0000) return false;
+    static const locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0);
+    if (!utf8) return false; // (a system without its tables)
+    const locale_t before = uselocale(utf8);
+    const bool seen = wcwidth((wchar_t)c) > 0 && !iswspace((wint_t)c);
+    uselocale(before);
+    return seen;
+}
 
 std::string printable(std::string_view s) {
     std::string out;
     while (!s.empty()) {
         const int length = utf8_length(s.data(), s.size());
         const uint8_t c = (uint8_t)s[0];
-        if (length <= 0 || (c == 0xC2 && (uint8_t)s[1] < 0xA0)) out += "\uFFFD";
+        const char* at = s.data();
+        const uint32_t whole = length > 0 ? utf8_read(at) : 0;
+        if (turns(whole)) out += format("\\u%04x", whole);
+        else if (length <= 0 || (c == 0xC2 && (uint8_t)s[1] < 0xA0)) out += "\uFFFD";
         else if (c == 0x7F) out += "\u2421";
         else if (c < 0x20 && c != '\n' && c != '\t') utf8_append(out, 0x2400u + c);
         else out += s.substr(0, (size_t)length);
@@ -36,7 +63,7 @@ bool colours() {
     return !plain_terminal() && !(none && *none);
 }
 
-Screen::Screen(bool terminal) : terminal(terminal), dims(terminal && colours()) {}
+Screen::Screen(bool terminal, bool thinks) : terminal(terminal), dims(terminal && thinks && colours()) {}
 
 Screen::~Screen() {
     if (thinking) fputs("\033[0m", stdout), fflush(stdout);

@@ -6,9 +6,37 @@ int module_of(const std::string& name) {
     return -1;
 }
 
+// target_modules as PEFT matches them: a name is a module's path, or its end. On a model of few layers PEFT writes
+// "all-linear" as the whole path of each module.
+static void read_targets(const char* file, sj::Value targets, int layers, AdapterConfig& a) {
+    std::vector<bool> named((size_t)layers * MODULES);
+    for (sj::Value v : targets.items()) {
+        std::string name = v.str();
+        const size_t at = name.rfind("layers.");
+        if (at != name.npos && (at == 0 || name[at - 1] == '.')) name.erase(0, at);
+        bool any = false;
+        for (size_t i = 0; i < named.size(); i++) {
+            const std::string path = format(".layers.%zu.%s", i / MODULES, TENSOR_NAMES[i % MODULES]), end = "." + name;
+            if (path.size() < end.size() || path.compare(path.size() - end.size(), end.size(), end) != 0) continue;
+            named[i] = any = true;
+        }
+        if (!any)
+            DIE("%s: target_modules has %.100s; q, k, v, o, gate, up and down_proj of %d layers can have an adapter",
+                file, std::string(v.raw()).c_str(), layers);
+    }
+    for (int m = 0; m < MODULES; m++) {
+        int n = 0;
+        for (int l = 0; l < layers; l++) n += named[(size_t)(l * MODULES + m)];
+        if (n > 0 && n < layers)
+            DIE("%s: target_modules names %s in %d of %d layers: all or none is supported", file,
+                module_name(m).c_str(), n, layers);
+        a.targets[m] = n > 0;
+    }
+}
+
 // Reads adapter_config.json. As with a model's config, what changes the computation is read or must be off. A key that
 // is not known here may change it: it must be off too.
-static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text) {
+static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, int layers) {
     const char* name = file.c_str();
     sj::Doc doc;
     const std::string fault = sj::parse(doc, text);
@@ -47,13 +75,7 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     if (targets.str() == "all-linear") std::fill(a.targets, a.targets + MODULES, true);
     else if (!targets.is(sj::Array) || targets.size() == 0)
         DIE("%s: target_modules is neither a list of modules nor \"all-linear\"", name);
-    for (sj::Value v : targets.items()) {
-        const int m = module_of(v.str());
-        if (m < 0)
-            DIE("%s: target_modules has %.60s; q, k, v, o, gate, up and down_proj can have an adapter", name,
-                std::string(v.raw()).c_str());
-        a.targets[m] = true;
-    }
+    else read_targets(name, targets, layers, a);
     return a;
 }
 
@@ -107,9 +129,10 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     const std::string text = folder + "/adapter_config.json", numbers = folder + "/adapter_model.safetensors";
     constexpr size_t TEXT = 1 << 20; // bytes of a JSON text, at most
     auto mapped = [&](const std::string& p, size_t most) { return copied ? copy_of_file(p, most) : MappedFile(p); };
-    config = parse_adapter_config(text, mapped(text, TEXT).text());
+    config = parse_adapter_config(text, mapped(text, TEXT).text(), c.L);
     map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
     read_safetensors(map, tensors, metadata);
+    name_as_usual();
     std::set<std::string> expected;
     for (const ModelTensor& t : targeted(c, config))
         for (char matrix : {'A', 'B'}) {
@@ -120,6 +143,18 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     for (auto& [name, t] : tensors)
         if (!expected.count(name))
             DIE("%s: tensor %s belongs to no module that the config names", map.path.c_str(), name.c_str());
+}
+
+void AdapterFile::name_as_usual() {
+    const std::string usual = "base_model.model.model.", layers = "layers.";
+    const std::string first = tensors.empty() ? "" : tensors.begin()->first;
+    const size_t at = first.find("." + layers);
+    if (at == first.npos || first.substr(0, at + 1) == usual) return;
+    const std::string prefix = first.substr(0, at + 1);
+    Tensors renamed;
+    for (auto& [name, t] : tensors)
+        renamed.emplace(name.compare(0, prefix.size(), prefix) == 0 ? usual + name.substr(prefix.size()) : name, t);
+    tensors.swap(renamed);
 }
 
 void AdapterFile::check(const std::string& name, const Shape& shape) const {

@@ -46,6 +46,9 @@ struct AdapterFile {
     AdapterFile(const std::string& folder, const Config& c, bool copied = false);
 
   private:
+    // PEFT names tensors by the class that it wraps: base_model.model.model.layers.0 of a causal model, without the
+    // second model. of a bare one, with 0.auto_model. of a SentenceTransformer.
+    void name_as_usual();
     void check(const std::string& name, const Shape& shape) const;
 };
 

@@ -38,14 +38,25 @@ std::string in_quotes(std::string_view s) {
     return out;
 }
 
+bool opens_thought(const Tokenizer& tokenizer, const std::vector<int>& prompt) {
+    size_t n = prompt.size();
+    while (n && tokenizer.bytes(prompt[n - 1]).find_first_not_of('\n') == std::string_view::npos) n--;
+    return n && n < prompt.size() && prompt[n - 1] == tokenizer.id("<think>");
+}
+
 ChatText render(const std::vector<Message>& messages, const ChatOptions& options,
-                const std::vector<std::string>& tools) {
+                const std::vector<std::string>& tools, const ChatStyle& style) {
     const size_t n = messages.size();
     if (n == 0) DIE("messages: a conversation needs at least one");
     auto is = [&](size_t i, const char* role) { return i < n && messages[i].role == role; };
     for (size_t i = 0; i < n; i++)
         if (!is(i, "system") && !is(i, "user") && !is(i, "assistant") && !is(i, "tool"))
             DIE("messages[%zu]: unknown role %s", i, in_quotes(messages[i].role).c_str());
+    if (!style.system.empty() && !is(0, "system")) {
+        std::vector<Message> all = {{"system", style.system}};
+        all.insert(all.end(), messages.begin(), messages.end());
+        return render(all, options, tools, style);
+    }
 
     const bool may_be_continued = (is(n - 1, "user") || is(n - 1, "assistant")) && messages[n - 1].tool_calls.empty();
     if (options.continue_final && !may_be_continued)
@@ -89,9 +100,11 @@ ChatText render(const std::vector<Message>& messages, const ChatOptions& options
             if (options.continue_final && i == n - 1) return out;
             out.markup("<|im_end|>\n");
         } else if (is(i, "assistant")) {
-            auto [thought, content] = split_thought(m);
+            std::pair<std::string_view, std::string_view> both = {"", m.content}; // a thought is text like any
+            if (style.thinks) both = split_thought(m);
+            const auto [thought, content] = both;
             out.markup("<|im_start|>assistant\n");
-            if (i > last_query && (i == n - 1 || !thought.empty())) {
+            if (style.thinks && i > last_query && (i == n - 1 || !thought.empty())) {
                 out.markup("<think>\n").text(strip_newlines(thought)).markup("\n</think>\n\n");
                 out.text(skip_newlines(content));
             } else {
@@ -114,7 +127,8 @@ ChatText render(const std::vector<Message>& messages, const ChatOptions& options
     }
     if (options.generation_prompt) {
         out.markup("<|im_start|>assistant\n");
-        if (!options.thinking) out.markup("<think>\n\n</think>\n\n");
+        if (style.thinks && !style.thinking(options.thinking)) out.markup("<think>\n\n</think>\n\n");
+        else if (style.opens) out.markup("<think>\n");
     }
     return out;
 }
@@ -130,7 +144,7 @@ std::vector<int> render_chat(const Tokenizer& tokenizer, const std::vector<Messa
                              const ChatOptions& options,
                              const std::vector<std::string>& tools) {
     std::vector<int> ids;
-    for (auto& part : render(messages, options, tools).parts) {
+    for (auto& part : render(messages, options, tools, tokenizer.chat).parts) {
         if (part.special) {
             const int id = tokenizer.id(part.text);
             if (id < 0) DIE("the chat template needs %s, which the tokenizer has not", part.text.c_str());

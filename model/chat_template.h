@@ -3,6 +3,7 @@
 //   std::vector<int> ids = render_chat(tokenizer, {{"system", "Be brief."}, {"user", "Hello!"}});
 //   ids = render_chat(tokenizer, messages_from_json(v["messages"]), {}, tools_from_json(v["tools"]));
 //
+// Templates of the same family (model/chat_style.h) are followed too, by the tokenizer's `chat`.
 // Text and ids are those of Hugging Face's apply_chat_template, byte for byte, with one difference: special
 // tokens (<|im_end|>, <think>, <tool_call>, ...) come from the template only. A caller's text never becomes
 // one, however it looks: who could write <|im_end|> could write the system's or the assistant's words too.
@@ -69,15 +70,22 @@ std::pair<std::string_view, std::string_view> split_thought(const Message& m);
 // A caller's short text in a line of error.
 std::string in_quotes(std::string_view s);
 
-// The template, branch by branch in the order of the original.
+// Whether an answer to this prompt may begin with a thought.
+inline bool may_think(const Tokenizer& t, const ChatOptions& o) {
+    return !o.continue_final && t.chat.thinking(o.thinking);
+}
+// Whether the prompt has opened the thought: it ends in <think> and a newline.
+bool opens_thought(const Tokenizer& tokenizer, const std::vector<int>& prompt);
+
+// The template, branch by branch in the order of the original, in the style of the model's own.
 ChatText render(const std::vector<Message>& messages, const ChatOptions& options,
-                const std::vector<std::string>& tools);
+                const std::vector<std::string>& tools, const ChatStyle& style = {});
 
 // The conversation as text, for eyes and hashes: tokenizing it would make special tokens of a caller's text.
 std::string render_text(const std::vector<Message>& messages, const ChatOptions& options = {},
                         const std::vector<std::string>& tools = {});
 
-// The conversation as ids. tools: JSON texts, one a tool.
+// The conversation as ids, in the tokenizer's style. tools: JSON texts, one a tool.
 std::vector<int> render_chat(const Tokenizer& tokenizer, const std::vector<Message>& messages,
                              const ChatOptions& options = {},
                              const std::vector<std::string>& tools = {});

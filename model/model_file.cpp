@@ -96,9 +96,11 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     return c;
 }
 
-Metadata model_metadata(const std::string& config_text, const std::string& generation_text) {
+Metadata model_metadata(const std::string& config_text, const std::string& generation_text,
+                        const std::string& chat_template) {
     Metadata metadata = {{"format", "pt"}, {"config", config_text}};
     if (!generation_text.empty()) metadata["generation_config"] = generation_text;
+    if (!chat_template.empty()) metadata["chat_template"] = chat_template;
     return metadata;
 }
 
@@ -118,6 +120,7 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
     config_text = MappedFile(p + "/config.json").text();
     if (exists(generation)) generation_text = MappedFile(generation).text();
+    read_chat_template();
     const auto quantization = take_quantization(p);
     config = parse_config(p, config_text, generation_text);
     if (exists(one)) add(one, metadata);
@@ -125,6 +128,20 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json",
              p.c_str());
     finish(quantization);
+}
+
+void ModelFile::read_chat_template() {
+    const std::string alone = path + "/chat_template.jinja", among = path + "/tokenizer_config.json";
+    if (exists(alone)) chat_template = MappedFile(alone).text();
+    if (!chat_template.empty() || !exists(among)) return;
+    const MappedFile map(among);
+    sj::Doc doc;
+    const std::string fault = sj::parse(doc, map.text());
+    if (!fault.empty()) DIE("%s: %s", among.c_str(), fault.c_str());
+    const sj::Value found = doc.root()["chat_template"];
+    if (found.is(sj::String)) chat_template = found.str();
+    for (sj::Value one : found.items())
+        if (one["name"].str() == "default") chat_template = one["template"].str();
 }
 
 bool ModelFile::is_fp8() const { // has such matrices, that is
@@ -161,7 +178,7 @@ void ModelFile::open_one(const std::string& file) { // a model.bin or a GGUF fil
     if (!metadata.count("config"))
         DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", file.c_str());
     config_text = metadata["config"];
-    generation_text = metadata["generation_config"];
+    generation_text = metadata["generation_config"], chat_template = metadata["chat_template"];
     const auto quantization = take_quantization(file);
     config = parse_config(file, config_text, generation_text);
     finish(quantization);
@@ -181,6 +198,7 @@ void ModelFile::open_gguf() {
     if (!tensors.count("model.embed_tokens.weight")) g.fail("no tensor token_embd.weight");
     config_text = gguf_config(g, rows, tied);
     vocabulary = std::make_unique<GgufVocabulary>(g);
+    chat_template = vocabulary->chat_template;
     sj::Writer ends;
     ends.object().key("eos_token_id").array();
     for (uint64_t id : vocabulary->end_tokens(g)) ends.value(id);
@@ -212,6 +230,37 @@ void ModelFile::finish(const std::optional<QuantizationConfig>& quantization) {
     if (quantization) Packer{path, tensors, *quantization}.run();
     name_as_usual();
     drop_biases();
+    check_superfluous();
+}
+
+// Whether two matrices are the same, by 256 of their numbers: training moves every one.
+static bool same_numbers(const Tensor& a, const Tensor& b) {
+    constexpr size_t SAMPLES = 256;
+    const size_t n = count_of(a.shape);
+    if (a.shape != b.shape || a.dtype != b.dtype || !(a.is_float() || a.dtype == Dtype::I8)) return false;
+    for (size_t i = 0; i < SAMPLES && n; i++) {
+        const size_t at = (size_t)((unsigned __int128)(n - 1) * i / (SAMPLES - 1)), width = a.bytes / n;
+        if (a.is_quantized() ? number(a, at) != number(b, at) : memcmp(a.data + at * width, b.data + at * width, width))
+            return false;
+    }
+    return true;
+}
+
+void ModelFile::check_superfluous() const {
+    std::set<std::string> needed;
+    for (const ModelTensor& t : model_tensors(config)) needed.insert(t.name());
+    const std::string head = "lm_head.weight", embedding = "model.embed_tokens.weight";
+    auto ends_in = [](const std::string& name, const std::string& end) {
+        return name.size() >= end.size() && name.compare(name.size() - end.size(), end.size(), end) == 0;
+    };
+    for (auto& [name, t] : tensors) {
+        if (needed.count(name) || !(ends_in(name, ".weight") || ends_in(name, ".bias"))) continue;
+        const char* file = t.file.c_str();
+        if (name != head) DIE("%s: tensor %.200s is none of the model that the config describes", file, name.c_str());
+        const auto other = tensors.find(embedding);
+        if (other != tensors.end() && !same_numbers(t, other->second))
+            DIE("%s: tie_word_embeddings is true, but %s is not %s", file, head.c_str(), embedding.c_str());
+    }
 }
 
 void ModelFile::drop_biases() {

@@ -17,7 +17,8 @@
 Config parse_config(const std::string& file, std::string_view text, std::string_view generation_text);
 
 // The __metadata__ of a model.bin.
-Metadata model_metadata(const std::string& config_text, const std::string& generation_text);
+Metadata model_metadata(const std::string& config_text, const std::string& generation_text,
+                        const std::string& chat_template = "");
 
 // The files of a model, mapped. The config is checked; tensors are found by name, and checked when they are loaded.
 struct ModelFile {
@@ -26,6 +27,7 @@ struct ModelFile {
     Tensors tensors;
     Config config;
     std::string config_text, generation_text;   // the first without quantization_config
+    std::string chat_template;                  // Jinja, as the files have it; "": they have none
     std::unique_ptr<GgufVocabulary> vocabulary; // of a GGUF file
     bool logits = true; // false: only hidden states are wanted of it, and a bare model without a head will do
     bool bare = false;  // a Qwen3Model, which need not have a head
@@ -55,6 +57,8 @@ struct ModelFile {
     uint64_t hash() const;
 
   private:
+    // chat_template.jinja, or tokenizer_config.json's chat_template, of which there may be several with names.
+    void read_chat_template();
     void open_one(const std::string& file);
     void open_gguf();
     // Reads quantization_config and takes it out of the config's text: what is made of the weights is not quantised.
@@ -62,6 +66,9 @@ struct ModelFile {
     void finish(const std::optional<QuantizationConfig>& quantization);
     // Qwen3 has no biases. AutoGPTQ writes zeros.
     void drop_biases();
+    // A tensor of weights or biases that the config has no place for would change the computation: a layer beyond its
+    // number, another head than the embedding where they are tied, a part of another architecture.
+    void check_superfluous() const;
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
     void name_as_usual();
     Dtype embedding_type() const;

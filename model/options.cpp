@@ -1,6 +1,7 @@
 // model/options.cpp: the options that all programs around a model have, and the files they name.
 #include "model/options.h"
 #include "base/file.h"
+#include "model/tokenizer_json.h"
 #include "sj.h"
 #include <sys/stat.h>
 #include <unistd.h>
@@ -80,16 +81,37 @@ std::string tokenizer_path(const ModelOptions& o) {
     return path;
 }
 
-bool fits(const Tokenizer& t, const ModelFile& file) {
-    const Config& c = file.config;
-    return t.size() <= c.V && c.V - t.size() < 1024 && file.difference(t).empty();
+// How the model's own tokenizer differs from t, to which its added tokens are given; "": in nothing.
+static std::string difference(Tokenizer& t, const ModelFile& file) {
+    const std::string own = file.path + "/tokenizer.json"; // of a folder
+    if (file.vocabulary) return file.vocabulary->difference(t);
+    return ModelFile::exists(own) ? adopt_tokenizer_json(t, own) : "";
+}
+static bool has_rows(const Tokenizer& t, const Config& c) { return t.size() <= c.V && c.V - t.size() < 1024; }
+
+bool fits(const std::string& path, const ModelFile& file) {
+    Tokenizer t(path, file.config.V);
+    return has_rows(t, file.config) && difference(t, file).empty();
 }
 
-void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file) {
-    if (const std::string how = file.difference(t); !how.empty())
+Tokenizer tokenizer_of(const std::string& path, const ModelFile& file) {
+    Tokenizer t(path, file.config.V);
+    t.chat = ChatStyle::of(file.chat_template);
+    const std::string how = difference(t, file);
+    if (has_rows(t, file.config) && how.empty()) return t;
+    if (!how.empty())
         DIE("%s: its tokenizer is not %s: %s (-z FILE names another)", file.path.c_str(), path.c_str(), how.c_str());
     DIE("%s: %d ids, but the vocabulary of %s has %d rows: not its tokenizer (-z FILE names another)", path.c_str(),
         t.size(), file.path.c_str(), file.config.V);
+}
+
+std::string template_note(const ModelFile& file, const Tokenizer& t) {
+    if (t.chat.strange.empty()) return "";
+    const std::string& text = t.chat.strange;
+    std::string quoted = format("a text of %zu bytes", text.size());
+    if (text.size() <= 60) quoted.clear(), sj::quote(quoted, text);
+    return format("%s: its chat template is not Qwen3's (it writes %s): conversations are as Qwen3's has them",
+                  file.path.c_str(), quoted.c_str());
 }
 
 void open_adapter(ModelOptions& o) {

@@ -28,9 +28,13 @@ std::string find_tokenizer(const std::string& named, const std::string& model);
 // The same; throws Error if there is none.
 std::string tokenizer_path(const ModelOptions& o);
 // Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own
-// must be the same.
-bool fits(const Tokenizer& t, const ModelFile& file);
-[[noreturn]] void not_its_tokenizer(const std::string& path, const Tokenizer& t, const ModelFile& file);
+// and a folder's tokenizer.json must be the same, but for added tokens.
+bool fits(const std::string& path, const ModelFile& file);
+// A tokenizer.bin with the ids that the model has rows for, the added tokens that its own tokenizer.json has beyond it,
+// and its chat template's style. Throws Error if it is not the model's.
+Tokenizer tokenizer_of(const std::string& path, const ModelFile& file);
+// A line for people where conversations are not as the model's own chat template has them; "": they are.
+std::string template_note(const ModelFile& file, const Tokenizer& t);
 
 // A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
 void open_adapter(ModelOptions& o);

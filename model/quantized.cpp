@@ -97,7 +97,13 @@ static bool is_quantization_bookkeeping(const std::string& key) {
         "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize",
         "modules_to_convert", "modules_to_fuse", "modules_to_not_convert", "mse", "pad_token_id", "parallel_packing",
         "quant_method", "quantizer", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16",
-        "use_exllama", "v2", "v2_alpha"};
+        "use_exllama", "v2", "v2_alpha",
+        // AutoRound's
+        "amp", "autoround_version", "dynamic_max_gap", "enable_adam", "enable_alg_ext", "enable_minmax_tuning",
+        "enable_norm_bias_tuning", "enable_quanted_input", "enable_torch_compile", "gradient_accumulate_steps", "iters",
+        "low_cpu_mem_usage", "low_gpu_mem_usage", "lr", "minmax_lr", "model_free", "momentum", "not_use_best_mse",
+        "nsamples", "provider", "quant_block_list", "scale_dtype", "seed", "seqlen", "supported_types",
+        "to_quant_block_names"};
     return keys.count(key);
 }
 
@@ -131,7 +137,7 @@ QuantizationConfig parse_quantization(const char* name, sj::Value j) {
     };
     if (!j.is(sj::Object)) DIE("%s: quantization_config is not a JSON object", name);
     QuantizationConfig q;
-    const std::string method = j["quant_method"].str();
+    std::string method = j["quant_method"].str();
     if (method == "fp8") {
         q.method = Method::FP8;
         only({"fmt", "activation_scheme", "weight_block_size", "scale_fmt"});
@@ -144,6 +150,9 @@ QuantizationConfig parse_quantization(const char* name, sj::Value j) {
         q.group = (size_t)integer("weight_block_size", block[1], 1, 1 << 20);
         return q;
     }
+    if (method == "auto-round") method = one_of("packing_format", {"", "auto_round:auto_gptq", "auto_round:auto_awq"});
+    const size_t packing = method.find(":auto_");
+    if (packing != method.npos) method.erase(0, packing + strlen(":auto_"));
     if (method != "awq" && method != "gptq")
         DIE("%s: quantization_config has quant_method = %.60s; fp8, awq and gptq are read", name,
             j["quant_method"] ? std::string(j["quant_method"].raw()).c_str() : "missing");
@@ -151,9 +160,15 @@ QuantizationConfig parse_quantization(const char* name, sj::Value j) {
     q.bits = (int)bits, q.group = (size_t)std::max<int64_t>(group, 0);
     if (group == 0) refuse("group_size");
     one_of("pack_dtype", {"int32"});
+    one_of("data_type", {"int"});
     one_of("method", {method.c_str()});
-    std::set<std::string> read = {"bits", "group_size", "pack_dtype", "method",
-                                  "format", "checkpoint_format", "backend"};
+    // Matrices of 16 bits or more, and activations, are not quantised.
+    auto at_least_16 = [](sj::Value v) { int64_t n; return v.integer(&n) && n >= 16; };
+    if (!off(j["act_bits"]) && !at_least_16(j["act_bits"])) refuse("act_bits");
+    for (auto [module, settings] : j["extra_config"].members())
+        if (!at_least_16(settings["bits"])) refuse("extra_config");
+    std::set<std::string> read = {"bits", "group_size", "pack_dtype", "data_type", "method", "format",
+                                  "checkpoint_format", "backend", "packing_format", "act_bits", "extra_config"};
     if (method == "awq") {
         q.method = Method::AWQ;
         read.insert({"version", "zero_point"});
@@ -301,7 +316,7 @@ Kept kept_as(const Tensor& t) {
         for (size_t i = 0; i < t.bytes; i++) nan |= (t.data[i] & 0x7f) == 0x7f;
         if (nan) return {};
         k.format = Format::FP8, k.group = (int)std::min(p->group, (in + GROUP - 1) / GROUP * GROUP);
-        k.group_rows = (int)std::min(p->group_rows, p->rows);
+        k.group_rows = (int)p->group_rows; // (also of fewer rows: it must be that of its neighbours)
         return k;
     }
     if (p->method == Method::INT8) return k.format = Format::INT8, k;

@@ -159,11 +159,15 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
     const size_t answer = session.ids.size();
     Utf8Stream characters;
     StopFilter filter{g.stops, "", false};
+    const int open = tokenizer && tokenizer->chat.thinks ? tokenizer->id("<think>") : -1;
+    const int close = open >= 0 ? tokenizer->id("</think>") : -1;
+    bool thought = g.in_thought;
     auto emit = [&](std::string_view s) {
-        std::string out = filter.feed(s);
+        std::string out = thought ? std::string(s) : filter.feed(s);
         g.text += out;
         if (!out.empty()) show(out);
     };
+    if (thought) emit("<think>\n");
     g.finish = "length";
     session.begin_draws(g.sampling, exist, answer, g.max_tokens);
     while (g.ids.size() < g.max_tokens) {
@@ -171,8 +175,10 @@ void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
         const int id = session.draw();
         if (std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end()) { g.finish = "stop"; break; }
         g.ids.push_back(id);
+        thought |= id == open && g.ids.size() == 1;
         if (!tokenizer) emit(format(g.ids.size() > 1 ? " %d" : "%d", id));
         else if (!tokenizer->is_special(id)) emit(characters.feed(tokenizer->bytes(id)));
+        thought &= id != close;
         if (filter.stopped) { g.finish = "stop"; break; }
         if (session.full()) break;
         if (g.ids.size() < g.max_tokens) session.accept(id);

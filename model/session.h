@@ -97,14 +97,15 @@ struct Generation {
     size_t max_tokens = SIZE_MAX;
     std::vector<std::string> stops;
     const volatile sig_atomic_t* interrupt = nullptr;
+    bool in_thought = false;      // the prompt has opened one (opens_thought): the answer's text begins with its mark
 
     std::vector<int> ids;         // the answer, without the end token
     std::string text;
     const char* finish = "";      // "stop", "length" or "interrupt"
 };
 
-// Answers from the session's logits on, until an end token, a stop string, max_tokens or a full context; every
-// token of the answer but the last is then in the session. `show` is handed the text as it comes, in whole
+// Answers from the session's logits on, until an end token, a stop string outside a thought, max_tokens or a full
+// context; every token of the answer but the last is then in the session. `show` is handed the text as it comes, in whole
 // characters. Without a tokenizer the text is the ids.
 template <class T>
 void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,

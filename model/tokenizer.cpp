@@ -43,7 +43,13 @@ uint32_t Tokenizer::rank_of(uint32_t left, uint32_t right) const {
 
 // ------------------------------------------------------------------------------------------------ loading
 
-Tokenizer::Tokenizer(const std::string& path) : file(path) {
+static size_t slots(size_t n) { // at most half of them used
+    size_t k = 2;
+    while (k < 2 * n) k *= 2;
+    return k;
+}
+
+Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows) {
     auto need = [&](bool condition, const char* fault) {
         if (!condition) DIE("%s: %s", path.c_str(), fault);
     };
@@ -66,36 +72,12 @@ Tokenizer::Tokenizer(const std::string& path) : file(path) {
     need(n_tokens <= INT32_MAX && n_merges <= INT32_MAX, "more tokens than an int can count");
     need(offset[0] == 0 && offset[n_tokens] == n_text, "bad token offsets");
     for (uint32_t i = 0; i < n_tokens; i++) need(offset[i] < offset[i + 1], "bad token offsets");
+    uint32_t kept = n_tokens;
+    while ((int64_t)kept > rows && !(flags[kept - 1] & IN_VOCABULARY)) kept--;
+    if ((int64_t)kept <= rows) n_tokens = kept; // (else it is not the model's)
 
-    auto slots = [](size_t n) { // at most half of them used
-        size_t k = 2;
-        while (k < 2 * n) k *= 2;
-        return k;
-    };
-    token_slots.resize(slots(n_tokens));
-    std::fill(byte_id, byte_id + 256, NONE);
-    for (uint32_t i = 0; i < n_tokens; i++) {
-        std::string_view token = bytes((int)i);
-        longest_token = std::max(longest_token, token.size());
-        uint8_t f = flags[i];
-        need(f & (IN_VOCABULARY | ADDED) && f < 16 && (f & ADDED || !(f & SPECIAL)), "bad token flags");
-        need(f & IN_VOCABULARY || !(f & WHOLE), "bad token flags");
-        uint64_t key = key_of(token);
-        const TokenSlot* slot = token_slot(key, token);
-        need(!slot->length, "two tokens with the same text");
-        token_slots[(size_t)(slot - token_slots.data())] = {key, (uint32_t)token.size(), i};
-        if (f & IN_VOCABULARY && token.size() == 1) byte_id[(uint8_t)token[0]] = i;
-        if (!(f & ADDED)) continue;
-        for (size_t at = 0, k; at < token.size(); at += k) { // so that a match never cuts a character
-            int length = utf8_length(token.data() + at, token.size() - at);
-            need(length > 0, "an added token that is not valid UTF-8");
-            k = (size_t)length;
-        }
-        added.push_back((int)i);
-        starts_added[(uint8_t)token[0]] = true;
-    }
-    for (uint32_t i : byte_id) need(i != NONE, "a byte without a token");
-    std::sort(added.begin(), added.end(), [&](int a, int b) { return bytes(a).size() > bytes(b).size(); });
+    for (uint32_t i = 0; i < n_tokens; i++) need(flags[i] < ANYWHERE, "bad token flags");
+    load_tokens();
 
     merge_slots.assign(slots(n_merges), NONE);
     for (rank_bits = 1; n_merges >> rank_bits; rank_bits++) {}
@@ -134,6 +116,55 @@ Tokenizer::Tokenizer(const std::string& path) : file(path) {
         need(i == 0 || std::make_pair(c[-3], c[-2]) < std::make_pair(c[0], c[1]), "bad Unicode compositions");
         need(is_character(c[2]), "bad Unicode compositions");
     }
+}
+
+// What is known of the tokens by their texts and flags.
+void Tokenizer::load_tokens() {
+    auto need = [&](bool condition, const char* fault) {
+        if (!condition) DIE("%s: %s", file.path.c_str(), fault);
+    };
+    token_slots.assign(slots(n_tokens), TokenSlot());
+    added.clear();
+    n_vocabulary = 0;
+    std::fill(byte_id, byte_id + 256, NONE);
+    for (uint32_t i = 0; i < n_tokens; i++) {
+        std::string_view token = bytes((int)i);
+        longest_token = std::max(longest_token, token.size());
+        uint8_t f = flags[i];
+        need(f & (IN_VOCABULARY | ADDED) && (f & ADDED || !(f & SPECIAL)), "bad token flags");
+        need(f & IN_VOCABULARY || !(f & WHOLE), "bad token flags");
+        uint64_t key = key_of(token);
+        const TokenSlot* slot = token_slot(key, token);
+        need(!slot->length, "two tokens with the same text");
+        token_slots[(size_t)(slot - token_slots.data())] = {key, (uint32_t)token.size(), i};
+        all_flags |= f, n_vocabulary += f & IN_VOCABULARY;
+        if (f & IN_VOCABULARY && token.size() == 1) byte_id[(uint8_t)token[0]] = i;
+        if (!(f & ADDED)) continue;
+        for (size_t at = 0, k; at < token.size(); at += k) { // so that a match never cuts a character
+            int length = utf8_length(token.data() + at, token.size() - at);
+            need(length > 0, "an added token that is not valid UTF-8");
+            k = (size_t)length;
+        }
+        added.push_back((int)i);
+        starts_added[(uint8_t)token[0]] = true;
+    }
+    for (uint32_t i : byte_id) need(i != NONE, "a byte without a token");
+    std::sort(added.begin(), added.end(), [&](int a, int b) { return bytes(a).size() > bytes(b).size(); });
+}
+
+void Tokenizer::add(const std::vector<AddedToken>& tokens) {
+    own.offset.assign(offset, offset + n_tokens + 1);
+    own.flags.assign(flags, flags + n_tokens);
+    own.text.assign(text, text + offset[n_tokens]);
+    for (const AddedToken& token : tokens) {
+        own.text.insert(own.text.end(), token.text.begin(), token.text.end());
+        own.offset.push_back((uint32_t)own.text.size());
+        const int kind = token.special ? SPECIAL : ANYWHERE, when = token.normalized ? NORMALIZED : 0;
+        own.flags.push_back((uint8_t)(ADDED | kind | when));
+    }
+    n_tokens += (uint32_t)tokens.size();
+    offset = own.offset.data(), flags = own.flags.data(), text = own.text.data();
+    load_tokens();
 }
 
 // A character of several bytes may enter the byte-pair encoding as its one token instead of as its bytes, if
@@ -434,23 +465,29 @@ void Tokenizer::encode(std::vector<int>& out, std::string_view input, bool speci
         active |= is_active(utf8_read(p));
         i += (size_t)length;
     }
-    auto encode_text = [&](std::string_view part) {
-        if (active) encode_pieces(out, nfc(part));
-        else encode_pieces(out, part);
-    };
-    size_t begin = 0, at = 0;
-    while (specials && at < input.size()) {
-        int found = -1;
-        if (starts_added[(uint8_t)input[at]])
-            for (int i : added)
-                if (found < 0 && input.compare(at, bytes(i).size(), bytes(i)) == 0) found = i;
-        if (found < 0) {
-            at++;
-            continue;
+    // Cuts out added tokens, those to be looked for after NFC or the others; f gets the text between them.
+    auto cut = [&](std::string_view s, uint8_t normalized, auto f) {
+        size_t begin = 0, at = 0;
+        const bool any = specials || all_flags & ANYWHERE, looks = any && (!normalized || all_flags & NORMALIZED);
+        while (looks && at < s.size()) {
+            int found = -1;
+            if (starts_added[(uint8_t)s[at]])
+                for (int i : added)
+                    if (found < 0 && (flags[i] & NORMALIZED) == normalized && (specials || flags[i] & ANYWHERE) &&
+                        s.compare(at, bytes(i).size(), bytes(i)) == 0)
+                        found = i;
+            if (found < 0) {
+                at++;
+                continue;
+            }
+            f(s.substr(begin, at - begin));
+            out.push_back(found);
+            begin = at += bytes(found).size();
         }
-        encode_text(input.substr(begin, at - begin));
-        out.push_back(found);
-        begin = at += bytes(found).size();
-    }
-    encode_text(input.substr(begin));
+        f(s.substr(begin));
+    };
+    cut(input, 0, [&](std::string_view part) {
+        const std::string normal = active ? nfc(part) : "";
+        cut(active ? normal : part, NORMALIZED, [&](std::string_view plain) { encode_pieces(out, plain); });
+    });
 }

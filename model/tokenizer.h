@@ -28,16 +28,35 @@
 // Limits: 2 GiB a text; little-endian machines. A Tokenizer is immutable: any number of threads may use one.
 #pragma once
 #include "base/file.h"
+#include "model/chat_style.h"
 #include "model/utf8.h"
 #include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
 
+// A token that a model has beyond those of tokenizer.bin.
+struct AddedToken {
+    std::string text;
+    bool special, normalized; // normalized: it is looked for after NFC
+};
+
 struct Tokenizer {
-    explicit Tokenizer(const std::string& path);
+    // rows: of the model that uses it, if fewer than T. Added tokens at the end that have no row do not exist: their
+    // texts are texts like any. (Qwen3-Embedding-4B and 8B end before <tool_response> and <think>.)
+    explicit Tokenizer(const std::string& path, int rows = INT32_MAX);
+
+    ChatStyle chat; // the model's, see tokenizer_of
+
+    // New ids from size() on. Those that are not special are recognised in any text, as `tokenizers` does it.
+    void add(const std::vector<AddedToken>& tokens);
+
+    bool extended() const { return !own.offset.empty(); } // by add
 
     int size() const { return (int)n_tokens; }
+    int rows() const { return most; }                    // ids that may exist, at most
+    size_t vocabulary() const { return n_vocabulary; }   // ids that are not added ones only
+    bool has(std::string_view token) const { return find_token(token) >= 0; }
     size_t longest() const { return longest_token; } // bytes of a token, at most
     size_t merges() const { return n_merges; }
     std::pair<int, int> merged(size_t rank) const { return {(int)merge[3 * rank], (int)merge[3 * rank + 1]}; }
@@ -57,7 +76,7 @@ struct Tokenizer {
         return h;
     }
 
-    // Appends the ids of a text. specials: added tokens in it are recognised; else they are text like any.
+    // Appends the ids of a text. specials: added tokens in it are recognised; else they are text like any, but see add.
     void encode(std::vector<int>& out, std::string_view input, bool specials) const;
     std::vector<int> encode(std::string_view input, bool specials) const {
         std::vector<int> out;
@@ -76,7 +95,7 @@ struct Tokenizer {
     std::string nfc(std::string_view valid) const;
 
   private:
-    enum Flag : uint8_t { IN_VOCABULARY = 1, ADDED = 2, SPECIAL = 4, WHOLE = 8 };
+    enum Flag : uint8_t { IN_VOCABULARY = 1, ADDED = 2, SPECIAL = 4, WHOLE = 8, ANYWHERE = 16, NORMALIZED = 32 };
     // The lower two bits of a code point's property say what it is to the split. The upper six: 0 if NFC
     // leaves it and all before it alone; else its canonical combining class, renumbered 1, 2, ... in the same
     // order; or ACTIVE for class 0 that may change all the same (decomposes, or composes with what precedes).
@@ -91,7 +110,14 @@ struct Tokenizer {
 
     MappedFile file;
     uint32_t n_tokens, n_merges, n_decompose, n_compose;
-    size_t longest_token = 0;
+    size_t longest_token = 0, n_vocabulary = 0;
+    int most;
+    struct { // of add(): what is else in the file
+        std::vector<uint32_t> offset;
+        std::vector<uint8_t> flags;
+        std::vector<char> text;
+    } own;
+    uint8_t all_flags = 0;
     const uint32_t *offset, *merge, *decompositions, *compositions; // as in the file
     const uint8_t* flags;
     const char* text;
@@ -125,6 +151,7 @@ struct Tokenizer {
     }
     uint32_t rank_of(uint32_t left, uint32_t right) const;
 
+    void load_tokens();
     void load_shortcuts();
     void decompose(std::vector<uint32_t>& out, uint32_t c) const;
     uint32_t compose(uint32_t a, uint32_t b) const;

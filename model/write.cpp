@@ -76,7 +76,7 @@ size_t write_model(const ModelFile& file, const std::string& path) {
         need_shape(name, file.tensors.at(name), t.shape());
         add(name + "_scale");
     }
-    return write_safetensors(path, model_metadata(file.config_text, file.generation_text), tensors);
+    return write_safetensors(path, model_metadata(file.config_text, file.generation_text, file.chat_template), tensors);
 }
 
 void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
@@ -105,7 +105,7 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
         }});
     }
     if (path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0) {
-        write_safetensors(path, model_metadata(file.config_text, file.generation_text), tensors);
+        write_safetensors(path, model_metadata(file.config_text, file.generation_text, file.chat_template), tensors);
         return;
     }
     make_folder(path);

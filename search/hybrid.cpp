@@ -25,9 +25,8 @@ template <class T> struct KeptModel {
     static constexpr int MOST = 2048; // tokens of a text; what is longer is cut. A passage has 1,200 characters at most
 
     KeptModel(const ModelOptions& o, std::unique_ptr<ModelFile> from)
-        : options(o), file(std::move(from)), ctx(choose_device(o, *file)), tokenizer(tokenizer_path(o)), weights(*file),
+        : options(o), file(std::move(from)), ctx(choose_device(o, *file)), tokenizer(tokenizer_of(tokenizer_path(o), *file)), weights(*file),
           embedder(file->config, weights, std::min(MOST, file->config.max_positions), ctx) {
-        if (!fits(tokenizer, *file)) not_its_tokenizer(tokenizer_path(o), tokenizer, *file);
         to_device(ctx, *file, weights);
     }
     // f(i, hidden) for every text in turn; stops early if interrupted.

@@ -86,9 +86,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     Server server(o.server, desk);
     if (http) server.start(); // to say that it is loading
 
-    const std::string path = tokenizer_path(o);
-    const Tokenizer tokenizer(path);
-    if (!fits(tokenizer, file)) not_its_tokenizer(path, tokenizer, file);
+    const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
+    if (const std::string note = template_note(file, tokenizer); !note.empty()) print_error("serve", note);
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::vector<AdapterFile> named; // what is wrong with them is said before the model is read

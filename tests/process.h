@@ -40,6 +40,11 @@ struct Process {
         execv(argv[0], argv.data());
         _exit(127);
     }
+    // A function as a program by itself: its streams are this Process's, its value is the exit status.
+    static Result of(const std::function<int()>& f) {
+        const auto run = [&] { _exit(f()); };
+        return Process("", {}, "", run).wait();
+    }
     Result wait() {
         int status;
         REQUIRE(waitpid(pid, &status, 0) == pid);

@@ -14,7 +14,7 @@ void give_tokenizer(const TrainOptions& o, const ModelFile& file, const std::str
     const std::string from = find_tokenizer(o.tokenizer, o.model), to = folder + "/tokenizer.bin";
     if (from.empty() || same_file(from, to)) return;
     const MappedFile bytes(from);
-    if (!fits(Tokenizer(from), file)) return; // found by chance
+    if (!fits(from, file)) return; // found by chance
     if (access(to.c_str(), F_OK) == 0 && !replace) {
         if (MappedFile(to).text() != bytes.text())
             fprintf(stderr, "%s: another tokenizer, and left as it is; ask with -z %s\n", to.c_str(), from.c_str());
@@ -66,7 +66,8 @@ static void write_merged_as(const TrainOptions& o, const ModelFile& file, const 
     const Quantization how = merged_as(o, file);
     const std::vector<OutTensor> tensors = from.is_float32() ? quantize_model<float>(from, how, {})
                                                              : quantize_model<bf16>(from, how, {});
-    write_safetensors(o.merge, model_metadata(quantized_config(from, how), from.generation_text), tensors);
+    write_safetensors(o.merge, model_metadata(quantized_config(from, how), from.generation_text, from.chat_template),
+                      tensors);
 }
 
 template <class T>

@@ -7,7 +7,7 @@
 #include <numeric>
 
 template <class T> void Trainer<T>::open_rewards() {
-    tokenizer = std::make_unique<Tokenizer>(tokenizer_path(o));
+    tokenizer = std::make_unique<Tokenizer>(tokenizer_path(o), c.V);
     for (auto& name : o.rl.rewards) rewards.push_back(make_reward(name, o.rl.timeout));
     for (const Dataset* from : {&data, eval})
         for (size_t i = 0; from && i < from->rows(); i++)

@@ -4,51 +4,31 @@
 #include "model/device.h"
 #include "model/instances.h"
 #include "model/pace.h"
+#include "train/folder.h"
 #include "train/log.h"
 #include "train/merge.h"
 #include "train/trainer.h"
 #include <algorithm>
 #include <cmath>
-
-// Removes what a run leaves in its folder.
-static void remove_run(const std::string& out) {
-    for (const char* name : {"adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors",
-                             "trainer_log.jsonl", "loss.svg", "reward.svg", "best/adapter_config.json",
-                             "best/adapter_model.safetensors", "best/model.bin"})
-        if (unlink((out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
-            DIE("%s/%s: %s", out.c_str(), name, strerror(errno));
-}
-
-static void check_folder(const TrainOptions& o, const std::string& state) {
-    auto exists = [&](const char* name) { return access((o.out + "/" + name).c_str(), F_OK) == 0; };
-    const bool old = exists("trainer_log.jsonl") || exists("state.safetensors") || exists("adapter_config.json") ||
-                     exists("model.bin");
-    const char* out = o.out.c_str();
-    if (old && !o.resume && !o.overwrite)
-        DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
-    const std::string result = o.out + "/model.bin";
-    if (o.overwrite && (same_file(o.model, result) || same_file(o.model + "/model.bin", result)))
-        DIE("%s: --overwrite would remove the model that is to be trained", out);
-    if (o.resume && access(state.c_str(), F_OK) != 0) DIE("%s: no run to resume: it has no state.safetensors", out);
-}
+#include <memory>
 
 template <class T>
 int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval,
           size_t leaked) {
-    const std::string state = o.out + "/state.safetensors";
     Ranks& ranks = *o.ranks;
     const bool first = ranks.rank == 0;
-    if (first) check_folder(o, state);
+    std::unique_ptr<RunFolder> folder;
+    if (first) folder = std::make_unique<RunFolder>(o);
     Trainer<T> t(o, ctx, file, data, eval);
     double best = INFINITY, before = 0;
+    const std::string state = o.out + "/state.safetensors";
     if (o.resume) t.read_state(state, best, before);
     else if (o.dpo) t.make_reference();
-    if (first) make_folder(o.out);
-    if (first && o.overwrite) remove_run(o.out);
-    for (const std::string& folder : {o.out, o.out + "/best"}) {
-        if (!first || !o.full || (folder != o.out && !eval)) continue;
-        make_folder(folder);
-        give_tokenizer(o, file, folder, o.overwrite);
+    if (first) folder->open();
+    for (const std::string& to : {o.out, o.out + "/best"}) {
+        if (!first || !o.full || (to != o.out && !eval)) continue;
+        make_folder(to);
+        give_tokenizer(o, file, to, o.overwrite);
     }
     TrainLog log(o.out, o.grpo ? "reward" : "loss", t.step, first);
     const std::string lora =

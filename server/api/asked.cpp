@@ -48,7 +48,7 @@ std::string count_message_tokens(const Service& service, std::string_view body) 
     const size_t n = renamed(MESSAGE_NAMES, [&] {
         const PromptOptions any{chat_options_from_json(service, translated), SIZE_MAX};
         Ask ask = ask_from_json(service, translated, true);
-        job_from_json(service, translated, ask, any.chat.thinking, 1);
+        job_from_json(service, translated, ask, may_think(*service.tokenizer, any.chat), 1);
         translated.integer("min_tokens", 0, translated.integer("max_tokens", 1, INT_MAX, INT_MAX), 0);
         return chat_prompt(service, translated, any, &ask).size();
     });

@@ -199,7 +199,7 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
     PromptOptions how;
     if (chat) how.chat = chat_options_from_json(service, f);
     else how.chat.thinking = false;
-    const Job job = job_from_json(service, f, ask, how.chat.thinking && !how.chat.continue_final, salt);
+    const Job job = job_from_json(service, f, ask, may_think(*service.tokenizer, how.chat), salt);
 
     const int64_t most = f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16);
     const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, most);

@@ -1,5 +1,6 @@
 // speech.cpp: what can be shown because of a token.
 #include "server/engine/speech.h"
+#include "model/chat_template.h"
 #include <algorithm>
 #include <utility>
 
@@ -7,10 +8,11 @@ namespace server {
 
 Speech::Speech(const Tokenizer& t, const Job& job)
     : tokenizer(t), informed(job.alternatives >= 0), filter{job.stops, "", false},
-      state(job.thinking ? BEGIN : ANSWER), open(t.id("<think>")), close(t.id("</think>")),
+      state(!job.thinking ? ANSWER : opens_thought(t, job.prompt) ? THOUGHT : BEGIN), open(t.id("<think>")), close(t.id("</think>")),
       call_open(t.id(CALL_OPEN)), call_close(t.id(CALL_CLOSE)), tools(job.tools), sure_calls(job.sure_calls),
       specials(job.specials) {
     if (job.min_tokens) filter.stops.clear(); // until then
+    skipping = state == THOUGHT;
 }
 
 void Speech::feed(Piece& piece, TokenInfo&& info) {

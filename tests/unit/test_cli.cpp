@@ -573,6 +573,22 @@ TEST_CASE("--synthesize: a shape becomes a model, the same for the same seed") {
     CHECK(s.count() == files); // not a byte is left
 }
 
+TEST_CASE("a model with fewer rows than the tokenizer has ids answers with the ids that exist") {
+    Scratch s;
+    const std::string z = "tests/fixtures/tiny/tokenizer.bin"; // 1,000 ids; the last four are <think> and the like
+    auto make = [&](int rows) {
+        write_file(s / "c.json", config(format("\"vocab_size\": %d", rows)));
+        CHECK(out_of({"--synthesize", s / "c.json", s / "m"}) == "");
+    };
+    make(996);
+    const Answer a = answer({s / "m", "-z", z, "--raw", "-i", "<think>a", "-n", "20", "-s", "1", "-j", "1"});
+    CHECK(a.ids.size() == 20);
+    for (int id : a.ids) CHECK(id < 996);
+    check_refused({s / "m", "-z", z, "-i", "a"}, "the chat template needs <think>, which the tokenizer has not");
+    make(973); // a row less than the vocabulary without its added tokens
+    check_refused({s / "m", "-z", z, "-i", "a"}, "1000 ids, but the vocabulary of");
+}
+
 // ----------------------------------------------------------------------------------------- refusals
 
 TEST_CASE("options that make no sense") {

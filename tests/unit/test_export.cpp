@@ -327,6 +327,17 @@ EXPORT_TEST("--tokenizer-from copies the tokenizer's files; generation_config.js
 
     write_checkpoint(s / "bare", "BF16", "");
     check_done(run(s / "bare" + " " + s / "bare.bin"));
+    // The chat template is part of the model.
+    write_checkpoint(s / "chat", "BF16", "");
+    for (const char* file : {R"({"chat_template": "{{ 1 }}"})", R"({"chat_template": [{"name": "tools", "template": "2"}, {"name": "default", "template": "{{ 1 }}"}]})"}) {
+        write_file(s / "chat/tokenizer_config.json", file);
+        check_done(run(s / "chat" + " " + s / "chat.bin"));
+        check_done(run("--to-hf " + s / "chat.bin" + " " + s / "chat_back"));
+        CHECK(read_file(s / "chat_back/chat_template.jinja") == "{{ 1 }}");
+    }
+    write_file(s / "chat/chat_template.jinja", "{{ 3 }}");
+    check_done(run(s / "chat" + " " + s / "chat.bin"));
+    CHECK(load(s / "chat.bin").metadata.at("chat_template") == "{{ 3 }}");
     check_done(run("--to-hf " + s / "bare.bin" + " " + s / "hf2 --tokenizer-from " + s / "tok"));
     CHECK(read_file(s / "hf2/generation_config.json") == "generation_config.json");
 
@@ -551,6 +562,28 @@ EXPORT_TEST("folders that are no Qwen3 checkpoint") {
     CHECK(!fs::exists(s / "m.bin"));
     write_file(index, R"({"weight_map": {"x": "a.safetensors"}})");
     check_done(run(hf + out));
+
+    // Config and tensors that contradict each other
+    const char* config = R"({"model_type": "qwen3", "num_hidden_layers": 1, "tie_word_embeddings": true})";
+    auto with = [&](const std::string& name, const std::string& bytes) { // beside an embedding of zeros
+        write_checkpoint(hf, "BF16", "1234");
+        write_file(hf + "/config.json", config);
+        write_file(hf + "/model.safetensors", safetensors(R"({"model.embed_tokens.weight":{"dtype":"BF16","shape":[1,2],"data_offsets":[0,4]},")" + name +
+                                                              R"(":{"dtype":"BF16","shape":[1,2],"data_offsets":[4,8]}})", std::string(4, '\0') + bytes));
+        return run(hf + out);
+    };
+    fs::remove(index);
+    const std::string zeros(4, '\0');
+    for (const char* name : {"model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.other.weight", "score.weight", "score.bias"})
+        check_refused(with(name, zeros), hf + "/model.safetensors", "tensor '" + std::string(name) + "' is none of the model that");
+    check_refused(with("lm_head.weight", "1234"), hf + "/model.safetensors", "tie_word_embeddings is true, and it is not model.embed_tokens.weight");
+    check_refused(with("model.layers.0.mlp.up_proj.bias", "1234"), hf + "/model.safetensors", "is not zero");
+    for (const char* name : {"lm_head.weight", "model.layers.0.mlp.up_proj.bias"}) {
+        check_done(with(name, zeros));
+        CHECK(load(s / "m.bin").tensors.size() == 1);
+    }
+    check_done(with("model.layers.0.mlp.up_proj.weight", "1234"));
+    CHECK(load(s / "m.bin").tensors.size() == 2);
 
     // --to-hf of a safetensors file that is not a model.bin
     std::string plain = "tests/fixtures/tied_bf16/model.safetensors";

@@ -251,6 +251,18 @@ TEST_CASE("folders: what they may leave out or say otherwise") {
         awq.add(R"("method": "awq", "format": "gemm", "checkpoint_format": "gemm", "desc_act": false, "lm_head": false, "sym": false,
             "pack_dtype": "int32", "backend": "autoawq", "do_fuse": false, "fuse_max_seq_len": null, "exllama_config": null)");
         check_loads_as(awq, "awq");
+        const char* autoround = R"("autoround_version": "0.4.7", "data_type": "int", "iters": 200, "nsamples": 128, "seqlen": 2048, "lr": 0.005,
+            "minmax_lr": 0.005, "low_gpu_mem_usage": true, "provider": "auto-round", "enable_quanted_input": true, "amp": true, "super_bits": null,
+            "gradient_accumulate_steps": 1, "scale_dtype": "torch.float16", "supported_types": ["Linear"], "act_bits": 16,
+            "to_quant_block_names": "model.layers", "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}})";
+        for (const char* folder : {"gptq4", "awq"}) {
+            Parts p(folder);
+            p.add(autoround);
+            check_loads_as(p, folder);
+            p.set("quant_method", "\"auto-round\"");
+            p.add(folder == "awq"s ? R"("packing_format": "auto_round:auto_awq")" : R"("packing_format": "auto_round:auto_gptq")");
+            check_loads_as(p, folder);
+        }
         fp8.add(R"("scale_fmt": "float", "dequantize": false, "expert_dtype": "fp8", "modules_to_convert": null, "kernel": "")");
         check_loads_as(fp8, "fp8");
     }
@@ -324,12 +336,25 @@ TEST_CASE("folders: a quantization_config that is not read is refused by name") 
         {"gptq4", R"("format": "gptq_v2")", "quantization_config: format and checkpoint_format differ"},
         {"gptq4", R"("format": "marlin")", "format = \"marlin\""},
         {"gptq4", R"("a key of tomorrow": 0)", "a key of tomorrow = 0"},
+        {"gptq4", R"("data_type": "mx_fp")", "data_type = \"mx_fp\""},
+        {"awq", R"("data_type": "nv_fp")", "data_type = \"nv_fp\""},
+        {"gptq4", R"("act_bits": 8)", "act_bits = 8"},
+        {"gptq4", R"("extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}})", "extra_config = {"},
+        {"gptq4", R"("super_bits": 6)", "super_bits = 6"},
         {"awq", R"("format": "gemv_fast")", "format = \"gemv_fast\""},
         {"awq", R"("backend": "llm-awq")", "backend = \"llm-awq\""},
         {"awq", R"("desc_act": true)", "desc_act = true"},
         {"fp8", R"("scale_fmt": "ue8m0")", "scale_fmt = \"ue8m0\""},
         {"fp8", R"("rotation": "hadamard")", "rotation = \"hadamard\""},
     };
+    const std::pair<const char*, const char*> packings[] = {{"", "quant_method = \"auto-round\"; fp8,"},
+                                                            {R"("packing_format": "auto_round")", "packing_format = \"auto_round\""},
+                                                            {R"("packing_format": "auto_round:auto_awq")", "desc_act = true"}};
+    for (auto [member, word] : packings)
+        check_parts_refused("gptq4", word, [member = member](Parts& p) {
+            p.set("quant_method", "\"auto-round\"");
+            if (*member) p.add(member);
+        });
     for (auto& c : more) check_parts_refused(c.folder, c.word, [&](Parts& p) { p.add(c.member); });
     check_parts_refused("gptq4", "no tensor model.layers.0.self_attn.q_proj.g_idx", [](Parts& p) { p.drop("g_idx"); }); // desc_act
     check_parts_refused("fp8", "quantization_config is not a JSON object", [](Parts& p) {
@@ -653,7 +678,7 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
         return all;
     };
     const Strings tokens = texts("tokenizer.ggml.tokens"), merges = texts("tokenizer.ggml.merges");
-    auto difference = [&](auto bend) {
+    auto compared = [&](const Tokenizer& with, auto bend) {
         Gguf other = small_gguf();
         other.set_text("tokenizer.ggml.model", "gpt2"), other.set_text("tokenizer.ggml.pre", "qwen2");
         other.set_texts("tokenizer.ggml.tokens", tokens), other.set_texts("tokenizer.ggml.merges", merges);
@@ -663,8 +688,9 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
         bend(other);
         const MemoryFile memory(other.file());
         const MappedFile map(memory.path);
-        return GgufVocabulary(GgufFile(map)).difference(t);
+        return GgufVocabulary(GgufFile(map)).difference(with);
     };
+    auto difference = [&](auto bend) { return compared(t, bend); };
     auto with = [&](const char* key, Strings all, size_t i, const char* text) {
         all[i] = text;
         return difference([&](Gguf& o) { o.set_texts(key, all); });
@@ -685,6 +711,12 @@ TEST_CASE("GGUF: its tokenizer must be the one that is used") {
     more.back() = "one of its own";
     CHECK(difference([&](Gguf& o) { o.set_texts("tokenizer.ggml.tokens", more), o.set("tokenizer.ggml.token_type", ""); }) ==
           format("its token %zu is \"one of its own\"", tokens.size() - 1));
+    auto first = [](const Strings& all, size_t n) { return Strings(all.begin(), all.begin() + (ptrdiff_t)n); };
+    auto shorter = [&](Gguf& o) { // Qwen3-Embedding-8B has 151,665 tokens, none from <tool_response> on, and as many rows
+        o.set_texts("tokenizer.ggml.tokens", first(tokens, 996)), o.set("tokenizer.ggml.token_type", "");
+    };
+    CHECK(difference(shorter) == format("it has 996 tokens, not %d", t.size()));
+    CHECK(compared(Tokenizer(SMALL_VOCABULARY, 996), shorter) == "");
     CHECK(difference([](Gguf& o) { o.set_text("tokenizer.ggml.pre", "llama-bpe"); }) == "it is of the kind gpt2, llama-bpe");
     CHECK(difference([](Gguf& o) { o.set_text("tokenizer.ggml.model", "llama"); }) == "it is of the kind llama, qwen2");
     CHECK(difference([](Gguf& o) { o.set("tokenizer.ggml.add_bos_token", Gguf::raw(GgufValue::BOOL) + "\1"); }) == "it puts a token before every text");

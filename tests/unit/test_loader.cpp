@@ -8,6 +8,9 @@
 #include "sj.h"
 #include "tests/common.h"
 #include "tests/files.h"
+#include "tests/process.h"
+#include <array>
+#include <csignal>
 #include <sys/stat.h>
 
 using namespace std::literals; // "..."s
@@ -458,6 +461,21 @@ TEST_CASE("every tensor must be there, in its shape, in a type that can be read"
     check_config_refused(config_without("head_dim"), "the config needs (512,8)"); // 128 where it is not given
 }
 
+TEST_CASE("weights that the config has no place for are refused by name") {
+    check_config_refused(config_with("\"num_hidden_layers\": 1"), "tensor model.layers.1.");
+    for (const char* name : {"model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.self_attn.sinks.weight",
+                             "score.weight", "score.bias", "model.embed_positions.weight", "v_head.summary.weight", "mtp.fc.weight"}) {
+        Builder b = small_model();
+        b.entries.push_back({name, "BF16", {2}, "1234"});
+        check_bytes_refused(b.file(), "tensor "s + name + " is none of the model that the config describes");
+    }
+    for (const char* name : {"model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.k_scale", "steps"}) { // no weights
+        Builder b = small_model();
+        b.entries.push_back({name, "BF16", {2}, "1234"});
+        CHECK(same_bits(logits<bf16>(b), logits<bf16>(small_model())));
+    }
+}
+
 // ----------------------------------------------------------------------------------------- folders
 
 // A Hugging Face folder: the config, and the small model's tensors dealt out to `shards` files with an index.
@@ -622,13 +640,20 @@ TEST_CASE("tensors at odd addresses give the same numbers") {
     CHECK(odd == 4);
 }
 
-TEST_CASE("a tied head is the embedding; a superfluous lm_head is ignored") {
+TEST_CASE("a tied head is the embedding; a stored lm_head must be the same") {
     const std::string tied = config_with("\"tie_word_embeddings\": true");
     Builder with = small_model(tied), without = with, untied = small_model();
     without.entries.pop_back();
     REQUIRE(with.entries.back().name == "lm_head.weight");
     const std::vector<float> expected = logits<bf16>(without);
+    const std::string embedding = with.entry("model.embed_tokens.weight").bytes;
+    check_bytes_refused(with.file(), "tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight");
+    with.entry("lm_head.weight").bytes = embedding;
     CHECK(same_bits(logits<bf16>(with), expected));
+    with.entry("lm_head.weight").bytes[5] ^= 1;
+    check_bytes_refused(with.file(), "tie_word_embeddings is true, but lm_head.weight is not");
+    with.entry("lm_head.weight").bytes = embedding, with.entry("lm_head.weight").shape = {8, 13};
+    check_bytes_refused(with.file(), "tie_word_embeddings is true, but lm_head.weight is not");
     CHECK(!same_bits(logits<bf16>(untied), expected));
     untied.entry("lm_head.weight").bytes = untied.entry("model.embed_tokens.weight").bytes;
     CHECK(same_bits(logits<bf16>(untied), expected));
@@ -872,6 +897,40 @@ TEST_CASE("a copy in huge pages takes the mapping's place: the same bytes, whate
         CHECK(map.data == at);
         CHECK(map.text() == bytes);
     }
+}
+
+// How a program ends that maps the file and then reads a page of it that another one has cut off.
+static Result after_truncation(const std::string& path, bool moved, off_t left) {
+    return Process::of([&] {
+        return run_program("test", [](int moved, char** words) {
+            MappedFile file(words[0]), other;
+            if (moved & 1) other = std::move(file), file = MappedFile("tests/fixtures/tiny/tokenizer.bin");
+            if (truncate(words[0], moved >> 1) != 0) return 2;
+            const MappedFile& map = moved & 1 ? other : file;
+            volatile uint8_t last = map.data[map.size - 1];
+            return (int)(last & 1) * 0;
+        }, (int)left << 1 | moved, (char**)std::array<const char*, 2>{path.c_str(), nullptr}.data());
+    });
+}
+
+TEST_CASE("a mapped file that becomes shorter ends the program with a line that names it") {
+    const Scratch s;
+    for (const bool moved : {false, true})
+        for (const off_t left : {0, 4096, 3 * 4096 - 1, 3 * 4096}) {
+            write_file(s / "a\nfile", std::string(4 * 4096, 'x'));
+            const Result r = after_truncation(s / "a\nfile", moved, left);
+            CHECK(r.status == 1);
+            CHECK(r.err == "test: " + s / "a file" + ": became shorter while it was in use\n");
+        }
+    const Result other = Process::of([] { return run_program("test", [](int, char**) { return raise(SIGBUS); }, 0, nullptr); });
+    CHECK(other.status == 1000 + SIGBUS); // no file
+    CHECK(other.err == "");
+    { // forgotten when it is unmapped
+        std::vector<std::unique_ptr<MappedFile>> many;
+        for (int i = 0; i < 1100; i++) many.push_back(std::make_unique<MappedFile>("tests/fixtures/tiny/tokenizer.bin"));
+    }
+    write_file(s / "one", std::string(4 * 4096, 'x'));
+    CHECK(after_truncation(s / "one", false, 0).status == 1);
 }
 
 TEST_CASE("a model.bin written from a folder, tensor by tensor, is the same model") {

@@ -422,6 +422,35 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
     CHECK(!fs::exists(s / "x.bin"));
 }
 
+TEST_CASE("FP8 stays FP8 where matrices of one product have more and fewer rows than a block") {
+    const Scratch s;
+    write_file(s / "c.json", R"({"model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64,
+        "intermediate_size": 96, "vocab_size": 64, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})");
+    REQUIRE(run_qwen3({"--synthesize", s / "c.json", s / "m.bin"}).status == 0);
+    REQUIRE(run_qwen3({s / "m.bin", "--quantize", "fp8", s / "fp8.bin"}).status == 0);
+    const ModelFile file(s / "fp8.bin");
+    const Weights<bf16> w(file, false, true);
+    const Weights<float> truth(file);
+    size_t off = 0;
+    for (auto [kept, read] : {std::pair(&w.layers[0].qkv, &truth.layers[0].qkv), {&w.layers[0].gate_up, &truth.layers[0].gate_up}}) {
+        CHECK(kept->format == Format::FP8);
+        for (int r = 0; r < kept->out(); r++)
+            for (int i = 0; i < kept->in; i++) off += kept->at(r, i) != read->at(r, i);
+    }
+    CHECK(off == 0); // a scale of another block would be
+    // The kernels': each row's product with one channel is that number.
+    std::vector<bf16> x(128), y((size_t)w.layers[0].qkv.out());
+    size_t wrong = 0;
+    on_every_instruction_set([&] {
+        for (int i : {0, 31, 127}) {
+            std::fill(x.begin(), x.end(), bf16{0}), x[(size_t)i] = to_bf16(1);
+            linear_cpu(cpu(), y.data(), x.data(), w.layers[0].qkv, 1);
+            for (int r = 0; r < w.layers[0].qkv.out(); r++) wrong += to_acc(y[(size_t)r]) != to_acc(to_bf16(truth.layers[0].qkv.at(r, i)));
+        }
+    });
+    CHECK(wrong == 0);
+}
+
 TEST_CASE("--calibrate and --against: GPTQ is nearer to the model than rounding on text of the kind it saw") {
     const Scratch s;
     const std::string notes = read_file("data/course/notes/01-introduction.md");

@@ -2,6 +2,7 @@
 // Qwen3's vocabulary and two small ones; broken UTF-8, hostile texts and hostile files.
 #include "sj.h"
 #include "model/tokenizer.h"
+#include "model/tokenizer_json.h"
 #include <doctest/doctest.h>
 #include <functional>
 #include <thread>
@@ -247,6 +248,95 @@ TEST_CASE("added tokens") {
     CHECK(qwen3().id("<|im_end|>") == 151645);
     CHECK(qwen3().size() == 151669);
     CHECK(tiny().size() == 1000);
+}
+
+TEST_CASE("added tokens that the model has no rows for do not exist") {
+    const Tokenizer cut("tokenizer.bin", 151665); // as Qwen3-Embedding-8B has them: none from <tool_response> on
+    CHECK(cut.size() == 151665);
+    for (const char* name : {"<tool_response>", "</tool_response>", "<think>", "</think>"}) {
+        CHECK(cut.id(name) == -1);
+        CHECK(cut.encode(name, true) == qwen3().encode(name, false));
+        CHECK(cut.bytes(qwen3().id(name)) == "");
+    }
+    CHECK(cut.encode("<|im_start|>a</tool_call>", true) == qwen3().encode("<|im_start|>a</tool_call>", true));
+    CHECK(cut.merges() == qwen3().merges());
+    CHECK(Tokenizer("tokenizer.bin", 151936).size() == 151669);
+    CHECK(Tokenizer("tokenizer.bin", 151650).id("<|im_end|>") == 151645);
+    CHECK(Tokenizer("tokenizer.bin", 1000).size() == 151669); // it is not the model's: merges make more ids than that
+}
+
+TEST_CASE("a folder's tokenizer.json: its added tokens are taken, any other difference is told") {
+    const std::string path = "/tmp/qwen3_test_tokenizer_" + std::to_string(getpid()) + ".json";
+    const std::string json(MappedFile("tests/fixtures/tiny/tokenizer.json").text());
+    auto with = [&](const std::string& from, const std::string& to) {
+        std::string text = json;
+        const size_t at = text.find(from);
+        INFO(from);
+        REQUIRE(at != text.npos);
+        return text.replace(at, from.size(), to);
+    };
+    auto adopt = [&](Tokenizer& t, const std::string& text) {
+        write_text(path, text);
+        const std::string how = adopt_tokenizer_json(t, path);
+        unlink(path.c_str());
+        return how;
+    };
+    auto difference = [&](const std::string& text) {
+        Tokenizer t(TINY);
+        return adopt(t, text);
+    };
+    const size_t list = json.find('[', json.find("\"added_tokens\""));
+    auto adding = [&](const std::string& tokens) { return std::string(json).insert(list + 1, tokens + ","); };
+    auto token = [](int id, const std::string& text, const char* more) {
+        return format(R"({"id": %d, "content": "%s", "single_word": false, "lstrip": false, "rstrip": false, %s})", id, text.c_str(), more);
+    };
+    const char *plain = R"("normalized": false, "special": false)", *special = R"("normalized": false, "special": true)",
+               *normalized = R"("normalized": true, "special": false)";
+    CHECK(difference(json) == "");
+    Tokenizer t(TINY);
+    // In any order; the third begins as the first does.
+    CHECK(adopt(t, adding(token(1001, "<mark>", special) + "," + token(1000, "ab\u00e9", plain) + "," + token(1003, "ab\u00e9cd", plain) + "," +
+                          token(1002, "\u00fcber", normalized))) == "");
+    CHECK((t.size() == 1004 && t.extended() && t.longest() >= 6 && t.vocabulary() == tiny().vocabulary() && t.is_special(1001) && !t.is_special(1000)));
+    auto joined = [](std::initializer_list<Ids> parts) {
+        Ids all;
+        for (auto& part : parts) all.insert(all.end(), part.begin(), part.end());
+        return all;
+    };
+    auto usual = [&](const std::string& text) { return tiny().encode(text, false); };
+    CHECK(t.encode("x ab\u00e9 y", false) == joined({usual("x "), {1000}, usual(" y")})); // of a caller's text, too
+    CHECK(t.encode("ab\u00e9cdab\u00e9c", false) == joined({{1003, 1000}, usual("c")}));  // the longest
+    CHECK(t.encode("<mark>", false) == usual("<mark>"));
+    CHECK(t.encode("a<mark><|im_end|>", true) == joined({usual("a"), {1001, tiny().id("<|im_end|>")}}));
+    CHECK(t.encode("<think>", false) == usual("<think>")); // as ever
+    CHECK(t.encode("abe\u0301", false) == usual("ab\u00e9"));  // is looked for before NFC,
+    CHECK(t.encode("a u\u0308ber \u00fcber", false) == joined({usual("a "), {1002}, usual(" "), {1002}})); // this one after it
+    CHECK(t.decode({1000, 1001, 1002}, true) == "ab\u00e9\u00fcber");
+    CHECK(t.id("<mark>") == 1001);
+    Tokenizer moved = std::move(t);
+    CHECK(moved.encode("ab\u00e9", false) == Ids{1000});
+    {
+        Tokenizer few(TINY, 1001); // a model of 1,001 rows
+        CHECK(adopt(few, adding(token(1000, "x1", plain) + "," + token(1001, "x2", plain))) == "");
+        CHECK((few.size() == 1001 && few.id("x1") == 1000 && few.id("x2") == -1));
+        Tokenizer fewer(TINY, 996);
+        CHECK(adopt(fewer, json) == "");
+        CHECK((fewer.size() == 996 && !fewer.extended()));
+    }
+    CHECK(difference(adding(token(1000, "x1", R"("lstrip": true, "normalized": false, "special": false)"))) == "its token 1000 \"x1\" has lstrip");
+    CHECK(difference(adding(token(1001, "x1", plain))) == "no token 1000");
+    CHECK(difference(adding(token(1000, "!", plain))).find("is there twice") != std::string::npos);
+    CHECK(difference(adding(token(1000, "x1", plain) + "," + token(1000, "x2", plain))).find("is there twice") != std::string::npos);
+    CHECK(difference(adding(token(999, "x1", plain))) == "its token 999 \"x1\" is \"</think>\" there");
+    CHECK(difference(adding(token(1000, "u\u0308", normalized))).find("is not in NFC") != std::string::npos);
+    CHECK(difference(adding(token(-1, "x1", plain))).find("is none") != std::string::npos);
+    CHECK(difference(with("\"NFC\"", "\"NFKC\"")) == "its normalizer is not NFC");
+    CHECK(difference(with("\\\\p{N}|", "\\\\p{N}{1,3}|")) == "it splits texts by another rule");
+    CHECK(difference(with("\"BPE\"", "\"Unigram\"")) == "it is of the kind Unigram");
+    CHECK(difference(with("\"vocab\": {", "\"vocab\": {\"zz\": 5, ")).find("its token 5 is \"zz\"") == 0);
+    CHECK(difference(with("\"merges\": [", "\"merges\": [\"a b\", ")).find("its merge 0 is \"a b\"") == 0);
+    CHECK_THROWS_WITH_AS(difference("{}"), (path + ": not a tokenizer.json: it has no model").c_str(), Error);
+    CHECK_THROWS_AS(difference("{"), Error);
 }
 
 TEST_CASE("decode(encode(text)) is the text in NFC") {

@@ -481,6 +481,40 @@ TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to
         check_refusal(start(program("TRAIN_LORA", "./train_lora"), arguments + other).wait(), "train_lora", format("begun with %s", other[0].c_str() + 2));
 }
 
+TEST_CASE("one run in a folder at a time; leftovers of a run that was killed are removed, those of the living are not") {
+    Scratch s;
+    const std::string out = s / "out";
+    const Strings how = Strings{TINY, rows().first, "--batch", "8", "--steps", "100000", "--rank", "2", "--save-every", "1", "-o", out} + ONE;
+    const char* program_name = program("TRAIN_LORA", "./train_lora");
+    Process first = start(program_name, how);
+    wait_until(first, [&] { return fs::exists(out + "/state.safetensors"); });
+    for (const char* option : {"--resume", "--overwrite"}) {
+        const Result second = start(program_name, how + Strings{option}).wait();
+        CHECK(second.status == 1);
+        CHECK(second.err.find(out + ": another train_lora is at work in it") != std::string::npos);
+    }
+    kill(first.pid, SIGKILL);
+    first.wait();
+    const std::string dead = std::to_string(first.pid), living = std::to_string(getpid());
+    fs::create_directories(out + "/best");
+    for (const char* name : {"/state.safetensors.tmp", "/adapter_model.safetensors.tmp", "/best/adapter_model.safetensors.tmp", "/loss.svg.tmp", "/mine.tmp"})
+        write_file(out + name + dead, "half"), write_file(out + name + living, "half");
+    write_file(out + "/state.safetensors.tmpx" + dead, "");
+    Process again = start(program_name, how + Strings{"--resume"});
+    wait_until(again, [&] { return !fs::exists(out + "/loss.svg.tmp" + dead); });
+    const auto steps = [&] { return lines(whole(read_file(out + "/trainer_log.jsonl"))).size(); };
+    const size_t before = steps();
+    wait_until(again, [&] { return steps() > before + 1; });
+    kill(again.pid, SIGINT);
+    CHECK(again.wait().status == 130);
+    std::set<std::string> left;
+    for (auto& entry : fs::recursive_directory_iterator(out))
+        if (const std::string name = entry.path().filename(); name.find(".tmp") != name.npos) left.insert(entry.path().string().substr(out.size()));
+    const std::set<std::string> right = {"/state.safetensors.tmp" + living, "/adapter_model.safetensors.tmp" + living, "/best/adapter_model.safetensors.tmp" + living,
+                                         "/loss.svg.tmp" + living, "/mine.tmp" + living, "/mine.tmp" + dead, "/state.safetensors.tmpx" + dead};
+    CHECK(left == right);
+}
+
 TEST_CASE("--full: a model from nothing learns its rows; model.bin is one that qwen3 answers with") {
     Scratch out;
     write_file(out / "config.json", R"({"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -654,6 +688,42 @@ TEST_CASE("a loss that is not finite stops the run and names the rows") {
         w.commit();
     }
     stopped({out / "good.bin", "--eval", out / "d.bin"}, "d.bin: after step 1: loss nan; rows whose loss is not finite: 1, 4");
+}
+
+TEST_CASE("adapters of whatever class PEFT wraps, with modules named by their ends or by whole paths, are the same") {
+    const Config c = ModelFile(TINY).config;
+    const AdapterFile usual(FIXTURES + "adapter", c);
+    const std::string config = read_file(FIXTURES + "adapter/adapter_config.json");
+    Scratch s;
+    auto write = [&](const std::string& prefix, const std::function<std::string(int layer, int m)>& target) {
+        std::vector<OutTensor> all;
+        for (auto& [name, t] : usual.tensors)
+            all.push_back({prefix + name.substr(name.find("layers.")), "F32", t.shape, [t = t](OutputFile& out) { out.write(t.data, t.bytes); }});
+        write_safetensors(s / "adapter_model.safetensors", {{"format", "pt"}}, all);
+        sj::Writer w;
+        w.array();
+        for (int l = 0; l < c.L; l++)
+            for (int m = 0; m < MODULES; m++)
+                if (const std::string name = usual.config.targets[m] ? target(l, m) : ""; !name.empty()) w.value(name);
+        std::string text = config;
+        const size_t at = text.find('[', text.find("target_modules"));
+        write_file(s / "adapter_config.json", text.replace(at, text.find(']', at) + 1 - at, w.end().text));
+        return AdapterFile(s / "", c);
+    };
+    const std::function<std::string(int, int)> paths = [](int l, int m) { return format("model.layers.%d.%s", l, TENSOR_NAMES[m]); },
+                                               ends = [](int, int m) { return module_name(m); },
+                                               some = [](int l, int m) { return format("%d.%s", l, TENSOR_NAMES[m]); };
+    for (const char* prefix : {"base_model.model.model.", "base_model.model.", "base_model.model.0.auto_model.", "model."})
+        for (auto& target : {paths, ends, some}) {
+            const AdapterFile other = write(prefix, target);
+            REQUIRE(other.tensors.size() == usual.tensors.size());
+            CHECK(std::equal(other.config.targets, other.config.targets + MODULES, usual.config.targets));
+            for (auto& [name, t] : usual.tensors) CHECK(!memcmp(other.tensors.at(name).data, t.data, t.bytes));
+        }
+    const auto not_all = [&](int l, int m) { return l == 1 && m == Q_PROJ ? std::string() : paths(l, m); };
+    CHECK_THROWS_WITH_AS(write("base_model.model.", not_all), (s / "" + "/adapter_config.json: target_modules names q_proj in 1 of 2 layers: all or none is supported").c_str(), Error);
+    for (const char* name : {"model.layers.9.mlp.up_proj", "layers.0", "proj", "lm_head", "olayers.0.mlp.up_proj", ""})
+        CHECK_THROWS_AS(write("base_model.model.", [&](int l, int m) { return l || m != Q_PROJ ? paths(l, m) : std::string(name); }), Error);
 }
 
 TEST_CASE("adapters are hostile files: what is not supported is refused by name") {
