@@ -43,7 +43,7 @@ struct RegexReader : PatternReader {
     Pattern choice() {
         if (++depth > MAX_DEPTH) fail("nested too deep");
         Pattern all{Pattern::CHOICE};
-        do all.parts.push_back(sequence());
+        do spend_part(), all.parts.push_back(sequence());
         while (accept('|'));
         depth--;
         return all.parts.size() == 1 ? std::move(all.parts[0]) : std::move(all);
@@ -112,6 +112,7 @@ struct RegexReader : PatternReader {
 
     Codes escape(bool in_class) {
         at++;
+        spend_part();
         if (!more()) fail("a \\ at the end");
         const uint32_t c = code();
         auto one = [](uint32_t c) { return Codes{{c, c}}; };
@@ -177,3 +178,4 @@ Pattern regex_within(Grammar& g, std::string_view regex) { return RegexReader(g,
 Grammar grammar_of_regex(std::string_view regex) {
     return grammar_of([&](Grammar& g, int end) { return g.emit(regex_whole(g, regex), end, RAW); });
 }
+            grammar.spend(1, 64);
