@@ -27,6 +27,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <sys/resource.h>
 #include <thread>
 #include <vector>
 
@@ -1769,6 +1770,29 @@ TEST_CASE("a stream that has nothing to say says that it lives") {
     while (stream.chunk(all)) {}
     while (all.compare(0, 3, ":\n\n") == 0) all.erase(0, 3);
     CHECK(events_of(all).back() == "[DONE]");
+TEST_CASE("idle connections of one address keep neither others nor itself out") {
+    Serving server({}, [] { // with room for 128 connections
+        const rlimit few = {256, 256};
+        setrlimit(RLIMIT_NOFILE, &few);
+    });
+    std::vector<std::unique_ptr<Http>> idle;
+    auto quick = [&](const char* from) {
+        Http h(server.port, "127.0.0.1", 0, from);
+        h.patience = 3000;
+        return h.call("GET", "/health").status == 200;
+    };
+    Http kept(server.port); // of an address that has few
+    CHECK(kept.call("GET", "/health").status == 200);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 100; i++) {
+            idle.push_back(std::make_unique<Http>(server.port));
+            if (i % 2) idle.back()->send("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"); // half a request
+        }
+        CHECK(quick("127.0.0.2"));
+        CHECK(quick("127.0.0.1"));
+    }
+}
+
 }
 
 TEST_CASE("a request's id comes back, and is in the log with the name of its key") {
