@@ -1753,6 +1753,10 @@ TEST_CASE("a client that has closed its half gets its answer") {
     server.check_idle();
 }
 
+    for (const char* name : {"Content-Length ", "Content-Length\t", "Transfer-Encoding ", " Content-Length", "Content\x01Length", "a(b", "a\"b", "\xc3\xa9"}) // no names
+        closed(post + name + ": 30\r\n\r\n" + good, 400);
+    for (const char* value : {"a\rContent-Length: 30", "a\rTransfer-Encoding: chunked", "\x01", "a\x7f"}) closed(post + "X: " + value + "\r\n\r\n" + good, 400);
+    closed("GET /health HTTP/1.1\r\n\r\n", 400); // no Host; and one head only
 TEST_CASE("a stream that has nothing to say says that it lives") {
     Serving server({"--max-seqs", "1", "--deadline", "3"}); // half a second of silence
     Http blocks(server.port), stream(server.port);
