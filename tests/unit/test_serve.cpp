@@ -888,6 +888,44 @@ TEST_CASE("an answer told in parts is the answer told at once") {
         }
 }
 
+TEST_CASE("log-probabilities of a completion: by names, the sampled token besides the likeliest") {
+    const Tokenizer& t = tiny().tokenizer;
+    const Service service = {&t, "tiny", "", 4096, false};
+    const int a = t.encode("a", false).at(0), b = t.encode("b", false).at(0), c = t.encode("c", false).at(0);
+    std::vector<int> broken; // no whole characters: their texts are the same
+    for (int id = 0; id < t.size() && broken.size() < 3; id++)
+        if (token_text(t, id) == "\xef\xbf\xbd") broken.push_back(id);
+    REQUIRE(broken.size() == 3);
+    auto top = [&](int sampled, std::vector<Alternative> likeliest, bool chat = false) {
+        Ask ask;
+        ask.chat = chat, ask.logprobs = true, ask.jobs.resize(1);
+        Answer answer(service, ask);
+        Piece piece;
+        piece.text = "x", piece.finish = "stop";
+        piece.tokens.push_back({sampled, -5, "x", std::move(likeliest)});
+        answer.add(std::move(piece));
+        const Json j(answer.whole());
+        const sj::Value logprobs = j["choices"][(size_t)0]["logprobs"];
+        return sj::dump(chat ? logprobs["content"][(size_t)0]["top_logprobs"] : logprobs["top_logprobs"][(size_t)0]);
+    };
+    CHECK(top(a, {{a, -1}, {b, -2}}) == R"({"a": -1.0, "b": -2.0})");
+    CHECK(top(c, {{a, -1}, {b, -2}}) == R"({"a": -1.0, "b": -2.0, "c": -5.0})"); // up to N + 1, as OpenAI says
+    CHECK(top(c, {}) == R"({"c": -5.0})");
+    const auto name = [&](int id) { return token_name(t, id); };
+    CHECK(name(a) == "a");
+    CHECK(name(broken[0]).compare(0, 8, "bytes:\\x") == 0);
+    const Json three(top(broken[2], {{broken[0], -1}, {broken[1], -2}}));
+    CHECK(three.root().size() == 3); // each id is told
+    CHECK(three[name(broken[1])].number() == -2);
+    CHECK(three[name(broken[2])].number() == -5);
+    // Where ids have one name (two entries of one id stand for them) a client gets one entry: the sampled one's, else the likeliest.
+    CHECK(top(c, {{a, -1}, {a, -2}}) == R"({"a": -1.0, "c": -5.0})");
+    const Json list(top(broken[2], {{broken[0], -1}, {broken[1], -2}}, true)); // a chat tells their bytes
+    REQUIRE(list.root().size() == 2);
+    CHECK(list.root()[(size_t)0]["bytes"].size() == t.bytes(broken[0]).size());
+    CHECK(list.root()[(size_t)0]["token"].str() == "\xef\xbf\xbd");
+}
+
 // ------------------------------------------------------------------------------------------------ the benchmark
 
 // The numbers are python3's (3.11; randint has been the same since 3.2):
@@ -1715,6 +1753,10 @@ TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection 
     for (const char* encoding : {"gzip", "xchunked", "identity", "gzip, chunked", "chunked, chunked"})
         closed(post + "Transfer-Encoding: " + encoding + "\r\n\r\n" + chunk, 501);
     closed(post + "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk, 501);
+    for (const char* name : {"Content-Length ", "Content-Length\t", "Transfer-Encoding ", " Content-Length", "Content\x01Length", "a(b", "a\"b", "\xc3\xa9"}) // no names
+        closed(post + name + ": 30\r\n\r\n" + good, 400);
+    for (const char* value : {"a\rContent-Length: 30", "a\rTransfer-Encoding: chunked", "\x01", "a\x7f"}) closed(post + "X: " + value + "\r\n\r\n" + good, 400);
+    closed("GET /health HTTP/1.1\r\n\r\n", 400); // no Host; and one head only
     std::string arguments = "a=1";
     for (int i = 0; i < 500; i++) arguments += "&a=1";
     closed("GET /health?" + arguments + " HTTP/1.1\r\nHost: localhost\r\n\r\n", 414);
@@ -1726,6 +1768,29 @@ TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection 
     };
     CHECK(raw(post + "Transfer-Encoding: Chunked\r\n\r\n" + chunk) == 200);
     CHECK(raw("GET /health HTTP/1.1\r\nHost: LOCALHOST:80\r\n\r\n") == 200);
+}
+
+TEST_CASE("idle connections of one address keep neither others nor itself out") {
+    Serving server({}, [] { // with room for 128 connections
+        const rlimit few = {256, 256};
+        setrlimit(RLIMIT_NOFILE, &few);
+    });
+    std::vector<std::unique_ptr<Http>> idle;
+    auto quick = [&](const char* from) {
+        Http h(server.port, "127.0.0.1", 0, from);
+        h.patience = 3000;
+        return h.call("GET", "/health").status == 200;
+    };
+    Http kept(server.port); // of an address that has few
+    CHECK(kept.call("GET", "/health").status == 200);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 100; i++) {
+            idle.push_back(std::make_unique<Http>(server.port));
+            if (i % 2) idle.back()->send("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"); // half a request
+        }
+        CHECK(quick("127.0.0.2"));
+        CHECK(quick("127.0.0.1"));
+    }
 }
 
 TEST_CASE("a client that has closed its half gets its answer") {
@@ -1763,10 +1828,6 @@ TEST_CASE("a client that has closed its half gets its answer") {
     server.check_idle();
 }
 
-    for (const char* name : {"Content-Length ", "Content-Length\t", "Transfer-Encoding ", " Content-Length", "Content\x01Length", "a(b", "a\"b", "\xc3\xa9"}) // no names
-        closed(post + name + ": 30\r\n\r\n" + good, 400);
-    for (const char* value : {"a\rContent-Length: 30", "a\rTransfer-Encoding: chunked", "\x01", "a\x7f"}) closed(post + "X: " + value + "\r\n\r\n" + good, 400);
-    closed("GET /health HTTP/1.1\r\n\r\n", 400); // no Host; and one head only
 TEST_CASE("a stream that has nothing to say says that it lives") {
     Serving server({"--max-seqs", "1", "--deadline", "3"}); // half a second of silence
     Http blocks(server.port), stream(server.port);
@@ -1784,29 +1845,6 @@ TEST_CASE("a stream that has nothing to say says that it lives") {
     while (stream.chunk(all)) {}
     while (all.compare(0, 3, ":\n\n") == 0) all.erase(0, 3);
     CHECK(events_of(all).back() == "[DONE]");
-TEST_CASE("idle connections of one address keep neither others nor itself out") {
-    Serving server({}, [] { // with room for 128 connections
-        const rlimit few = {256, 256};
-        setrlimit(RLIMIT_NOFILE, &few);
-    });
-    std::vector<std::unique_ptr<Http>> idle;
-    auto quick = [&](const char* from) {
-        Http h(server.port, "127.0.0.1", 0, from);
-        h.patience = 3000;
-        return h.call("GET", "/health").status == 200;
-    };
-    Http kept(server.port); // of an address that has few
-    CHECK(kept.call("GET", "/health").status == 200);
-    for (int round = 0; round < 4; round++) {
-        for (int i = 0; i < 100; i++) {
-            idle.push_back(std::make_unique<Http>(server.port));
-            if (i % 2) idle.back()->send("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"); // half a request
-        }
-        CHECK(quick("127.0.0.2"));
-        CHECK(quick("127.0.0.1"));
-    }
-}
-
 }
 
 TEST_CASE("a request's id comes back, and is in the log with the name of its key") {
@@ -2602,6 +2640,14 @@ TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
     const std::string done = read_file(scratch / "out");
     for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i].substr(17) + "\n") != std::string::npos); // their very bytes
 
+    // A flipped bit is found wherever it is.
+    for (size_t at : {partial.find(kept[1]) + 3, partial.find(kept[2]) + kept[2].size() / 2, partial.find(kept[3]) + 17}) {
+        std::string damaged = partial;
+        damaged[at] ^= 1;
+        write_file(scratch / "damaged.partial", damaged);
+        check_refusal(batch(scratch / "in", scratch / "damaged"), "serve", "is damaged");
+        CHECK(read_file(scratch / "damaged.partial") == damaged);
+    }
     write_file(scratch / "other.partial", partial);
     check_refusal(batch(scratch / "in", scratch / "other", {"--think", "1"}), "serve", "begun with another");
     write_file(scratch / "bad", "{\"custom_id\": \"a\"}\n{\"custom_id\": \"a\"}\n");
@@ -2678,14 +2724,6 @@ TEST_CASE("a batch does not go on with other weights or another adapter in the s
 
 TEST_CASE("options") {
     auto refused = [](const Strings& arguments, const std::string& word) { check_refusal(Process(PROGRAM, arguments).wait(), "serve", word); };
-    // A flipped bit is found wherever it is.
-    for (size_t at : {partial.find(kept[1]) + 3, partial.find(kept[2]) + kept[2].size() / 2, partial.find(kept[3]) + 17}) {
-        std::string damaged = partial;
-        damaged[at] ^= 1;
-        write_file(scratch / "damaged.partial", damaged);
-        check_refusal(batch(scratch / "in", scratch / "damaged"), "serve", "is damaged");
-        CHECK(read_file(scratch / "damaged.partial") == damaged);
-    }
     refused({}, "no model");
     refused({MODEL, MODEL}, "one model");
     refused({MODEL, "--nonsense"}, "unknown option");
@@ -2705,11 +2743,11 @@ TEST_CASE("options") {
     refused({"/nonexistent"}, "/nonexistent");
     const MemoryFile empty("\n\n");
     refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), empty.fd)}, "no key");
+    const MemoryFile blank("  \t \n   # a comment\n \r\n");
+    refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), blank.fd)}, "no key");
     Serving server;
     refused({MODEL, "-z", VOCABULARY, "--port", std::to_string(server.port)}, "Address already in use");
     const Result help = Process(PROGRAM, {"--help"}).wait();
     CHECK(help.status == 0);
     CHECK(help.out.find("--api-key-file") != std::string::npos);
 }
-    const MemoryFile blank("  \t \n   # a comment\n \r\n");
-    refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), blank.fd)}, "no key");

@@ -544,7 +544,6 @@ TEST_CASE("HTTP: hostile forms are refused, and nobody waits for them") {
     CHECK(r.status == 400);
     CHECK(r.body.find("too large") != std::string::npos);
     CHECK(Json(r.body)["error"]["param"].str() == "structured_outputs");
-    // One whose automaton is exponential, and a free answer beside it.
     // One that refers to itself beside another keyword, in every field that takes a schema.
     const std::string self = R"({"properties":{"x":{"properties":{"y":{"$ref":"#","type":"object"}}}}})", little = "\"max_tokens\": 9, ";
     const std::string tool = R"("name": "f", "description": "d", )";
@@ -561,12 +560,12 @@ TEST_CASE("HTTP: hostile forms are refused, and nobody waits for them") {
         INFO(asked.second);
         CHECK(Http(server.port).call("POST", asked.first, asked.second).status == 200);
     }
+    // One whose automaton is exponential, and a free answer beside it.
     const std::string odd = question("\"structured_outputs\": {\"regex\": \"[ab]*a[ab]{300}c\"}, \"max_tokens\": 40, \"temperature\": 1.5");
     for (int i = 0; i < 3; i++) server.ask(odd);
     CHECK(server.ask(question("\"max_tokens\": 5")) != "");
 }
 
-// ---------------------------------------------------------------------------------------------------- dialects
 TEST_CASE("HTTP: forms of others are made while two addresses ask for hostile ones; memory goes back, and so does who leaves") {
     const Served server;
     std::string refs, defs, any, names;
@@ -616,6 +615,7 @@ TEST_CASE("HTTP: forms of others are made while two addresses ask for hostile on
     CHECK(memory() < before + (64u << 20));
 }
 
+// ---------------------------------------------------------------------------------------------------- dialects
 
 static std::vector<int> prompt_of(const char* path, const std::string& body) {
     INFO(body);
@@ -955,7 +955,6 @@ TEST_CASE("dialects: many results of tools in the reverse order are put right, a
         const Json all(chat_of_response(f));
         const std::vector<Message> messages = conversation_from_json(all["messages"]);
         took[reverse] = seconds() - start;
-        const Json all(chat);
         int next = 0;
         for (const Message& m : messages)
             if (m.role == "tool" && m.content == std::to_string(next)) next++;
