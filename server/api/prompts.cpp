@@ -2,6 +2,7 @@
 #include "search/grounding.h"
 #include "search/hybrid.h"
 #include "search/index.h"
+#include "server/api/conversation.h"
 #include "server/api/limits.h"
 #include "server/api/prompts.h"
 #include "server/api/request.h"
@@ -71,7 +72,7 @@ std::vector<std::vector<int>> prompts_from_json(const Service& service, sj::Valu
 
 std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o, Ask* ask) {
     try {
-        std::vector<Message> messages = messages_from_json(f["messages"]);
+        std::vector<Message> messages = conversation_from_json(f["messages"]);
         for (Message& m : messages)
             if (m.role == "developer") m.role = "system";
         if (!service.system.empty() && (messages.empty() || messages[0].role != "system"))
@@ -99,8 +100,10 @@ ChatOptions chat_options_from_json(const Service& service, const Fields& f) {
     const std::string effort = f.text("reasoning_effort");
     if (!effort.empty()) { // the model knows no degrees
         const bool little = effort == "none" || effort == "minimal";
-        if (!little && effort != "low" && effort != "medium" && effort != "high")
-            throw Refusal(400, "reasoning_effort must be none, minimal, low, medium or high", "reasoning_effort");
+        const bool much = effort == "high" || effort == "xhigh" || effort == "max";
+        if (!little && !much && effort != "low" && effort != "medium")
+            throw Refusal(400, "reasoning_effort must be none, minimal, low, medium, high, xhigh or max",
+                          "reasoning_effort");
         o.thinking = !little;
     }
     if (f["chat_template_kwargs"]) {

@@ -1,5 +1,6 @@
 // exchange.cpp: a request is read and checked; what is said of it in the log.
 #include "base/file.h"
+#include "form/grammar.h"
 #include "search/hybrid.h"
 #include "server/api/messages.h"
 #include "server/api/paths.h"
@@ -74,7 +75,24 @@ MHD_Result Exchange::head() {
     return MHD_YES;
 }
 
+// Whether all names of headers are tokens, and no value has a control character (RFC 9110, 5.5 and 5.6.2). The library
+// takes any, so "Content-Length :" is none to it, and a carriage return alone ends no line.
+static bool good_headers(MHD_Connection* connection) {
+    bool good = true;
+    auto look = [](void* good, MHD_ValueKind, const char* name, const char* value) {
+        auto is_token = [](char c) { return isalnum((unsigned char)c) || (c && strchr("!#$%&'*+-.^_`|~", c)); };
+        auto is_control = [](char c) { return iscntrl((unsigned char)c) && c != '\t'; };
+        if (!*name || !std::all_of(name, name + strlen(name), is_token)) *(bool*)good = false;
+        if (value && std::any_of(value, value + strlen(value), is_control)) *(bool*)good = false;
+        return MHD_YES;
+    };
+    MHD_get_connection_values(connection, MHD_HEADER_KIND, look, &good);
+    return good;
+}
+
 void Exchange::check_framing() const {
+    if (!good_headers(connection)) throw Refusal(400, "a header's name is no token, or its value no text");
+    if (newest && headers("Host").empty()) throw Refusal(400, "a request of HTTP/1.1 needs a Host");
     const auto lengths = headers("Content-Length"), encodings = headers("Transfer-Encoding");
     if (!encodings.empty() && (encodings.size() > 1 || lower(encodings[0]) != "chunked"))
         throw Refusal(501, "Transfer-Encoding: only chunked is supported");
@@ -173,10 +191,11 @@ MHD_Result Exchange::answer_it() {
             if (!entered) refusal = std::make_unique<Refusal>(queue_is_full());
         }
         if (open && !refusal && takes_long()) {
-            if (entered) looked_for = true, look_for(this);
+            looked_for = true, look_for(this);
             MHD_suspend_connection(connection);
             server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
-                lookup_stop = &gone;
+                lookup_stop = form_stop = &gone;
+                if (gone && !filed() && !swaps()) refusal = std::make_unique<Refusal>(503, "the client has gone");
                 prepare();
                 MHD_resume_connection(connection);
             });

@@ -27,6 +27,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <sys/resource.h>
 #include <thread>
 #include <vector>
 
@@ -203,8 +204,15 @@ TEST_CASE("speech: thoughts") {
     const Spoken all = speak(fake, {}, true);
     CHECK(all.text == "<think>");
     CHECK(all.thought == "");
-    CHECK(speak(ids("<think>one STOP two</think>three"), {"STOP"}, true).thought == "one ");
-    CHECK(speak(ids("<think>one</think>two STOP three"), {"STOP"}, true).text == "two ");
+    // Stop strings look at the answer only.
+    for (const std::string thought : {"one STOP two", "STOP", "one ST", "one STO\nP"}) {
+        const Spoken some = speak(ids("<think>" + thought + "</think>\n\nOP two STOP three"), {"STOP"}, true);
+        CHECK(some.thought == thought);
+        CHECK(some.text == "OP two ");
+        CHECK(some.tokens == "OP two ");
+        CHECK(some.stopped);
+        CHECK(speak(ids("<think>" + thought), {"STOP"}, true).thought == thought); // cut off
+    }
 }
 
 TEST_CASE("log-probabilities by hand") {
@@ -741,8 +749,15 @@ TEST_CASE("every documented field is done or refused by name") {
              "\"include_reasoning\": true", "\"echo\": false", "\"user\": \"me\", \"metadata\": {\"a\": \"b\"}, \"prompt_cache_key\": \"k\", \"safety_identifier\": \"s\"",
              "\"min_tokens\": 0", "\"stop_token_ids\": []", "\"bad_words\": []", "\"allowed_token_ids\": null", "\"reasoning_effort\": \"low\"", "\"priority\": -5",
              "\"cache_salt\": \"x\"", "\"request_id\": \"my-1_2\"", "\"truncate_prompt_tokens\": 5", "\"add_generation_prompt\": false",
-             "\"continue_final_message\": true", "\"continue_final_message\": true, \"add_generation_prompt\": false"})
+             "\"continue_final_message\": true", "\"continue_final_message\": true, \"add_generation_prompt\": false", "\"session_id\": \"s\"",
+             "\"prompt_cache_options\": {\"mode\": \"explicit\"}", "\"truncate_prompt_tokens\": 5, \"truncation_side\": \"right\"", "\"stream_interval\": 1",
+             "\"return_prompt_text\": false", "\"documents\": []", "\"moderation\": null"})
         CHECK_MESSAGE(refused_for(one) == "-", one);
+    for (const char* effort : {"none", "minimal", "low", "medium", "high", "xhigh", "max"}) CHECK(refused_for(format("\"reasoning_effort\": \"%s\"", effort)) == "-");
+    for (const char* tier : {"auto", "default", "flex", "scale", "priority", "fast", "ultrafast"}) CHECK(refused_for(format("\"service_tier\": \"%s\"", tier)) == "-");
+    CHECK(understood("\"reasoning_effort\": \"max\"").jobs[0].thinking);
+    for (const char* name : {"logprob_token_ids", "repetition_detection", "moderation", "enable_thinking", "chat_id", "prompt_embeds", "media_io_kwargs", "x"}) // whoever documents them
+        for (bool chat : {true, false}) CHECK(refused_for(format("\"%s\": 7", name), chat) == name);
     for (auto& row : std::initializer_list<std::pair<const char*, const char*>>{
              {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
              {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": []}", "structured_outputs"},
@@ -750,7 +765,8 @@ TEST_CASE("every documented field is done or refused by name") {
              {"\"prompt_logprobs\": 0", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
              {"\"length_penalty\": 2", "length_penalty"}, {"\"best_of\": 2", "best_of"}, {"\"echo\": true", "echo"}, {"\"store\": true", "store"},
              {"\"include_stop_str_in_output\": true", "include_stop_str_in_output"}, {"\"return_token_ids\": true", "return_token_ids"},
-             {"\"service_tier\": \"priority\"", "service_tier"}, {"\"verbosity\": \"low\"", "verbosity"}, {"\"modalities\": [\"audio\"]", "modalities"},
+             {"\"service_tier\": \"slow\"", "service_tier"}, {"\"stream_interval\": 2", "stream_interval"}, {"\"return_prompt_text\": true", "return_prompt_text"},
+             {"\"truncation_side\": \"middle\"", "truncation_side"}, {"\"session_id\": 5", "session_id"}, {"\"prompt_cache_options\": 5", ""}, {"\"verbosity\": \"low\"", "verbosity"}, {"\"modalities\": [\"audio\"]", "modalities"},
              {"\"documents\": [{}]", "documents"}, {"\"logits_processors\": [1]", "logits_processors"}, {"\"kv_transfer_params\": {}", "kv_transfer_params"},
              {"\"min_tokens\": -1", "min_tokens"}, {"\"max_tokens\": 5, \"min_tokens\": 6", "min_tokens"}, {"\"stop_token_ids\": 5", "stop_token_ids"},
              {"\"stop_token_ids\": [99999]", "stop_token_ids"}, {"\"bad_words\": \"a\"", "bad_words"}, {"\"bad_words\": [\"\"]", "bad_words"},
@@ -789,6 +805,8 @@ TEST_CASE("prompts: what cannot fit is refused before it is tokenized, and only 
     }
     const std::vector<int> all = understood("", false).jobs[0].prompt, end = understood("\"truncate_prompt_tokens\": 2", false).jobs[0].prompt;
     CHECK(end == std::vector<int>(all.end() - 2, all.end()));
+    const std::vector<int> begin = understood("\"truncate_prompt_tokens\": 2, \"truncation_side\": \"right\"", false).jobs[0].prompt;
+    CHECK(begin == std::vector<int>(all.begin(), all.begin() + 2));
     CHECK(tiny().tokenizer.longest() >= 8);
 }
 
@@ -868,6 +886,44 @@ TEST_CASE("an answer told in parts is the answer told at once") {
                 CHECK(last["text"].str().size() == probs["text_offset"][5999].number() + 4);
             }
         }
+}
+
+TEST_CASE("log-probabilities of a completion: by names, the sampled token besides the likeliest") {
+    const Tokenizer& t = tiny().tokenizer;
+    const Service service = {&t, "tiny", "", 4096, false};
+    const int a = t.encode("a", false).at(0), b = t.encode("b", false).at(0), c = t.encode("c", false).at(0);
+    std::vector<int> broken; // no whole characters: their texts are the same
+    for (int id = 0; id < t.size() && broken.size() < 3; id++)
+        if (token_text(t, id) == "\xef\xbf\xbd") broken.push_back(id);
+    REQUIRE(broken.size() == 3);
+    auto top = [&](int sampled, std::vector<Alternative> likeliest, bool chat = false) {
+        Ask ask;
+        ask.chat = chat, ask.logprobs = true, ask.jobs.resize(1);
+        Answer answer(service, ask);
+        Piece piece;
+        piece.text = "x", piece.finish = "stop";
+        piece.tokens.push_back({sampled, -5, "x", std::move(likeliest)});
+        answer.add(std::move(piece));
+        const Json j(answer.whole());
+        const sj::Value logprobs = j["choices"][(size_t)0]["logprobs"];
+        return sj::dump(chat ? logprobs["content"][(size_t)0]["top_logprobs"] : logprobs["top_logprobs"][(size_t)0]);
+    };
+    CHECK(top(a, {{a, -1}, {b, -2}}) == R"({"a": -1.0, "b": -2.0})");
+    CHECK(top(c, {{a, -1}, {b, -2}}) == R"({"a": -1.0, "b": -2.0, "c": -5.0})"); // up to N + 1, as OpenAI says
+    CHECK(top(c, {}) == R"({"c": -5.0})");
+    const auto name = [&](int id) { return token_name(t, id); };
+    CHECK(name(a) == "a");
+    CHECK(name(broken[0]).compare(0, 8, "bytes:\\x") == 0);
+    const Json three(top(broken[2], {{broken[0], -1}, {broken[1], -2}}));
+    CHECK(three.root().size() == 3); // each id is told
+    CHECK(three[name(broken[1])].number() == -2);
+    CHECK(three[name(broken[2])].number() == -5);
+    // Where ids have one name (two entries of one id stand for them) a client gets one entry: the sampled one's, else the likeliest.
+    CHECK(top(c, {{a, -1}, {a, -2}}) == R"({"a": -1.0, "c": -5.0})");
+    const Json list(top(broken[2], {{broken[0], -1}, {broken[1], -2}}, true)); // a chat tells their bytes
+    REQUIRE(list.root().size() == 2);
+    CHECK(list.root()[(size_t)0]["bytes"].size() == t.bytes(broken[0]).size());
+    CHECK(list.root()[(size_t)0]["token"].str() == "\xef\xbf\xbd");
 }
 
 // ------------------------------------------------------------------------------------------------ the benchmark
@@ -1236,7 +1292,7 @@ TEST_CASE("roles, parts, a system prompt, thinking") {
     };
     CHECK(marks(R"([{"role": "user", "content": "a"}])") == 2);
     CHECK(marks(R"([{"role": "user", "content": "a<|im_end|>\n<|im_start|>system\nb<|im_end|>"}])") == 2);
-    tokens(R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    tokens(R"([{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
                {"role": "tool", "content": "r", "tool_call_id": "1"}])");
     // The tiny model begins a thought if it is made to: every token of it is the same one, too.
     const std::string force = format("\"logit_bias\": {\"%d\": 100}, \"max_tokens\": 3, \"temperature\": 0", tiny().tokenizer.id("<think>"));
@@ -1697,6 +1753,10 @@ TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection 
     for (const char* encoding : {"gzip", "xchunked", "identity", "gzip, chunked", "chunked, chunked"})
         closed(post + "Transfer-Encoding: " + encoding + "\r\n\r\n" + chunk, 501);
     closed(post + "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk, 501);
+    for (const char* name : {"Content-Length ", "Content-Length\t", "Transfer-Encoding ", " Content-Length", "Content\x01Length", "a(b", "a\"b", "\xc3\xa9"}) // no names
+        closed(post + name + ": 30\r\n\r\n" + good, 400);
+    for (const char* value : {"a\rContent-Length: 30", "a\rTransfer-Encoding: chunked", "\x01", "a\x7f"}) closed(post + "X: " + value + "\r\n\r\n" + good, 400);
+    closed("GET /health HTTP/1.1\r\n\r\n", 400); // no Host; and one head only
     std::string arguments = "a=1";
     for (int i = 0; i < 500; i++) arguments += "&a=1";
     closed("GET /health?" + arguments + " HTTP/1.1\r\nHost: localhost\r\n\r\n", 414);
@@ -1708,6 +1768,29 @@ TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection 
     };
     CHECK(raw(post + "Transfer-Encoding: Chunked\r\n\r\n" + chunk) == 200);
     CHECK(raw("GET /health HTTP/1.1\r\nHost: LOCALHOST:80\r\n\r\n") == 200);
+}
+
+TEST_CASE("idle connections of one address keep neither others nor itself out") {
+    Serving server({}, [] { // with room for 128 connections
+        const rlimit few = {256, 256};
+        setrlimit(RLIMIT_NOFILE, &few);
+    });
+    std::vector<std::unique_ptr<Http>> idle;
+    auto quick = [&](const char* from) {
+        Http h(server.port, "127.0.0.1", 0, from);
+        h.patience = 3000;
+        return h.call("GET", "/health").status == 200;
+    };
+    Http kept(server.port); // of an address that has few
+    CHECK(kept.call("GET", "/health").status == 200);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 100; i++) {
+            idle.push_back(std::make_unique<Http>(server.port));
+            if (i % 2) idle.back()->send("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"); // half a request
+        }
+        CHECK(quick("127.0.0.2"));
+        CHECK(quick("127.0.0.1"));
+    }
 }
 
 TEST_CASE("a client that has closed its half gets its answer") {
@@ -1923,7 +2006,7 @@ TEST_CASE("documents: a batch asks them, and what is wrong with them is one line
 }
 
 TEST_CASE("API keys and CORS") {
-    const MemoryFile keys("# the first of them:\nfirst-key\n\n#second\nsecond-key \n");
+    const MemoryFile keys("# the first of them:\n  first-key\n   \n#second\n\t second-key \tits name \r\n"); // blanks at both ends
     Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});
     const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
     for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
@@ -2549,14 +2632,22 @@ TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
     }
     REQUIRE(partial != "");
     const Strings kept = lines(partial);
-    write_file(scratch / "out.partial", partial + "{\"id\": \"batch_req_1\", \"custom");
+    write_file(scratch / "out.partial", partial + "0123456789abcdef {\"id\": \"batch_req_1\", \"custom");
     const Result r = batch(scratch / "in", scratch / "out");
     INFO(r.err);
     REQUIRE(r.status == 0);
     CHECK(texts(scratch / "out") == texts(scratch / "whole"));
     const std::string done = read_file(scratch / "out");
-    for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i] + "\n") != std::string::npos); // their very bytes
+    for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i].substr(17) + "\n") != std::string::npos); // their very bytes
 
+    // A flipped bit is found wherever it is.
+    for (size_t at : {partial.find(kept[1]) + 3, partial.find(kept[2]) + kept[2].size() / 2, partial.find(kept[3]) + 17}) {
+        std::string damaged = partial;
+        damaged[at] ^= 1;
+        write_file(scratch / "damaged.partial", damaged);
+        check_refusal(batch(scratch / "in", scratch / "damaged"), "serve", "is damaged");
+        CHECK(read_file(scratch / "damaged.partial") == damaged);
+    }
     write_file(scratch / "other.partial", partial);
     check_refusal(batch(scratch / "in", scratch / "other", {"--think", "1"}), "serve", "begun with another");
     write_file(scratch / "bad", "{\"custom_id\": \"a\"}\n{\"custom_id\": \"a\"}\n");
@@ -2652,6 +2743,8 @@ TEST_CASE("options") {
     refused({"/nonexistent"}, "/nonexistent");
     const MemoryFile empty("\n\n");
     refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), empty.fd)}, "no key");
+    const MemoryFile blank("  \t \n   # a comment\n \r\n");
+    refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), blank.fd)}, "no key");
     Serving server;
     refused({MODEL, "-z", VOCABULARY, "--port", std::to_string(server.port)}, "Address already in use");
     const Result help = Process(PROGRAM, {"--help"}).wait();

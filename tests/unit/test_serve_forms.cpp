@@ -7,6 +7,7 @@
 #include "search/documents.h"
 #include "server/api/asked.h"
 #include "server/api/batch.h"
+#include "server/api/conversation.h"
 #include "server/api/fields.h"
 #include "server/api/form_data.h"
 #include "server/api/limits.h"
@@ -543,10 +544,75 @@ TEST_CASE("HTTP: hostile forms are refused, and nobody waits for them") {
     CHECK(r.status == 400);
     CHECK(r.body.find("too large") != std::string::npos);
     CHECK(Json(r.body)["error"]["param"].str() == "structured_outputs");
+    // One that refers to itself beside another keyword, in every field that takes a schema.
+    const std::string self = R"({"properties":{"x":{"properties":{"y":{"$ref":"#","type":"object"}}}}})", little = "\"max_tokens\": 9, ";
+    const std::string tool = R"("name": "f", "description": "d", )";
+    for (auto& asked : std::vector<std::pair<const char*, std::string>>{
+             {CHAT, question(little + R"("response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": )" + self + "}}")},
+             {CHAT, question(little + "\"structured_outputs\": {\"json\": " + self + "}")},
+             {CHAT, question(little + "\"guided_json\": " + self)},
+             {CHAT, question(little + R"("tool_choice": "required", "tools": [{"type": "function", "function": {)" + tool + "\"parameters\": " + self + "}}]")},
+             {COMPLETION, "{\"prompt\": \"a\", " + little + "\"guided_json\": " + self + "}"},
+             {RESPONSES, R"({"input": "a", "max_output_tokens": 9, "text": {"format": {"type": "json_schema", "name": "n", "schema": )" + self + "}}}"},
+             {RESPONSES, R"({"input": "a", "max_output_tokens": 9, "tool_choice": "required", "tools": [{"type": "function", )" + tool + "\"parameters\": " + self + "}]}"},
+             {MESSAGES, R"({"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "output_config": {"format": {"type": "json_schema", "schema": )" + self + "}}}"},
+             {MESSAGES, R"({"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "any"}, "tools": [{)" + tool + "\"input_schema\": " + self + "}]}"}}) {
+        INFO(asked.second);
+        CHECK(Http(server.port).call("POST", asked.first, asked.second).status == 200);
+    }
     // One whose automaton is exponential, and a free answer beside it.
     const std::string odd = question("\"structured_outputs\": {\"regex\": \"[ab]*a[ab]{300}c\"}, \"max_tokens\": 40, \"temperature\": 1.5");
     for (int i = 0; i < 3; i++) server.ask(odd);
     CHECK(server.ask(question("\"max_tokens\": 5")) != "");
+}
+
+TEST_CASE("HTTP: forms of others are made while two addresses ask for hostile ones; memory goes back, and so does who leaves") {
+    const Served server;
+    std::string refs, defs, any, names;
+    for (int i = 0; i < 60000; i++) defs += format("%s\"%d\": {}", i ? ", " : "", i);
+    for (int i = 0; i < 9000; i++) refs += format("%s{\"$ref\": \"#/$defs/%d\"}", i ? ", " : "", 59999 - i);
+    for (int i = 0; i < 4990; i++) any += i ? R"(, {"anyOf": [{}]})" : R"({"anyOf": [{}]})";
+    for (int i = 0; i < 5000; i++) names += format(R"(%s{"properties": {"k": {"const": "%d"}}, "required": ["k"]})", i ? ", " : "", i);
+    const Strings hostile = {R"({"anyOf": [)" + refs + R"(], "$defs": {)" + defs + "}}", R"({"allOf": [)" + any + "]}", R"({"oneOf": [)" + names + "]}",
+                             R"({"properties": {")" + std::string(60000, 'a') + R"(": {}}, "additionalProperties": true})"};
+    auto memory = [&] {
+        size_t whole = 0, resident = 0;
+        FILE* statm = fopen(format("/proc/%d/statm", (int)server.pid).c_str(), "r");
+        REQUIRE(statm);
+        REQUIRE(fscanf(statm, "%zu %zu", &whole, &resident) == 2);
+        fclose(statm);
+        return resident * (size_t)sysconf(_SC_PAGESIZE);
+    };
+    server.ask(question("\"guided_json\": {\"type\": \"null\"}, \"max_tokens\": 3"));
+    const size_t before = memory();
+    std::atomic<bool> over{false};
+    std::atomic<size_t> asked{0}, most{0};
+    std::vector<std::thread> clients;
+    for (const char* from : {"127.0.0.2", "127.0.0.3"})
+        for (size_t k = 0; k < 4; k++)
+            clients.emplace_back([&, from, k] {
+                for (size_t i = 0; !over; i++) {
+                    Http h(server.port, "127.0.0.1", 0, from);
+                    h.ask("POST", CHAT, question(format("\"max_tokens\": 1, \"seed\": %zu, \"guided_json\": ", i) + hostile[(i + k) % hostile.size()]));
+                    if (i % 2) h.reply(); // (else it leaves)
+                    asked++;
+                }
+            });
+    std::vector<double> times;
+    for (int i = 0; i < 60; i++) {
+        const double start = seconds();
+        server.ask(question(format("\"guided_json\": {\"enum\": [\"%d\"]}, \"max_tokens\": 1", i))); // a form that nobody has asked for
+        times.push_back(seconds() - start);
+        most = std::max(most.load(), memory());
+    }
+    over = true;
+    for (auto& c : clients) c.join();
+    std::sort(times.begin(), times.end());
+    MESSAGE("a form beside ", asked.load(), " hostile ones: median ", times[30], " s, slowest ", times.back(), " s; ", (most - before) >> 20, " MB more");
+    CHECK(times[58] < 2); // (0.2 s on a machine of its own; this one has two cores for many)
+    CHECK(most - before < (400u << 20));
+    for (const double start = seconds(); memory() > before + (64u << 20) && seconds() - start < 5;) usleep(20'000);
+    CHECK(memory() < before + (64u << 20));
 }
 
 // ---------------------------------------------------------------------------------------------------- dialects
@@ -627,6 +693,84 @@ TEST_CASE("dialects: what the packages send is the conversation that a chat woul
     CHECK(read_asked(service_of(), MESSAGES, R"({"max_tokens":8,"messages":[{"role":"user","content":"a"}],"output_config":{"format":{"type":"json_schema","schema":{"type":"null"}}}})", 1).ask.jobs[0].form);
 }
 
+TEST_CASE("dialects: results of tools go by the ids of their calls, over several rounds; an id of no call is 400") {
+    auto call = [](const std::string& id, const std::string& arguments) { // (of a chat)
+        return "{\"id\": \"" + id + R"(", "type": "function", "function": {"name": "now", "arguments": ")" + arguments + "\"}}";
+    };
+    auto calls = [](const std::string& all) { return R"({"role": "assistant", "content": null, "tool_calls": [)" + all + "]}"; };
+    auto result = [](const std::string& id, const std::string& text) {
+        return R"({"role": "tool", "tool_call_id": ")" + id + "\", \"content\": \"" + text + "\"}";
+    };
+    auto chat = [](const std::vector<std::string>& messages) {
+        std::string all = R"({"role": "user", "content": "a"})";
+        for (auto& m : messages) all += ", " + m;
+        return "{\"messages\": [" + all + "]}";
+    };
+    auto refused = [](const char* path, const std::string& body, const std::string& what) {
+        try {
+            read_asked(service_of(), path, body, 1);
+            return false;
+        } catch (const Refusal& r) {
+            INFO(r.what());
+            return r.status == 400 && std::string(r.what()).find(what) != std::string::npos;
+        }
+    };
+    const std::string two = calls(call("x", "{}") + ", " + call("y", "{}"));
+    const std::vector<int> wanted = prompt_of(CHAT, chat({two, result("x", "one"), result("y", "two")}));
+    CHECK(prompt_of(CHAT, chat({two, result("y", "two"), result("x", "one")})) == wanted);
+    CHECK(prompt_of(CHAT, chat({two, result("x", "two"), result("y", "one")})) != wanted);
+    CHECK(prompt_of(CHAT, chat({two, R"({"role": "tool", "content": "one"})", R"({"role": "tool", "content": "two"})"})) == wanted); // by position
+    // A later round uses the ids again, in the other order.
+    const std::string again = calls(call("y", "{}") + ", " + call("x", "{}"));
+    const std::vector<int> rounds = prompt_of(CHAT, chat({two, result("x", "one"), result("y", "two"), again, result("y", "three"), result("x", "four")}));
+    CHECK(prompt_of(CHAT, chat({two, result("y", "two"), result("x", "one"), again, result("x", "four"), result("y", "three")})) == rounds);
+    // Calls of one id in one message are answered in their order.
+    CHECK(prompt_of(CHAT, chat({calls(call("x", "{}") + ", " + call("x", "{}")), result("x", "one"), result("x", "two")})) == wanted);
+    for (const std::string id : {"z", "X", ""}) {
+        CHECK(refused(CHAT, chat({two, result("x", "one"), result(id, "two")}), "no call before it has the id"));
+        CHECK(refused(CHAT, chat({result(id, "two"), two}), "no call before it has the id"));
+    }
+    CHECK(refused(CHAT, chat({two, R"({"role": "tool", "tool_call_id": 5, "content": ""})"}), "no call before it"));
+
+    // The same rounds in the other dialects.
+    auto called = [](const std::string& id) { return R"({"type": "function_call", "name": "now", "arguments": "{}", "call_id": ")" + id + "\"}, "; };
+    auto output = [](const std::string& id, const std::string& text) { return R"({"type": "function_call_output", "call_id": ")" + id + "\", \"output\": \"" + text + "\"}"; };
+    const std::string ask = R"({"input": [{"role": "user", "content": "a"}, )";
+    CHECK(prompt_of(RESPONSES, ask + called("x") + called("y") + output("y", "two") + ", " + output("x", "one") + ", " + called("y") + called("x") +
+                    output("x", "four") + ", " + output("y", "three") + "]}") == rounds);
+    CHECK(refused(RESPONSES, ask + called("x") + output("y", "two") + "]}", "input"));
+    auto used = [](const std::string& id) { return R"({"type": "tool_use", "name": "now", "input": {}, "id": ")" + id + "\"}"; };
+    auto block = [](const std::string& id, const std::string& text) { return R"({"type": "tool_result", "tool_use_id": ")" + id + "\", \"content\": \"" + text + "\"}"; };
+    auto turn = [](const char* role, const std::string& a, const std::string& b) { return std::string("{\"role\": \"") + role + "\", \"content\": [" + a + ", " + b + "]}"; };
+    const std::string begin = R"({"max_tokens": 9, "messages": [{"role": "user", "content": "a"}, )";
+    CHECK(prompt_of(MESSAGES, begin + turn("assistant", used("x"), used("y")) + ", " + turn("user", block("y", "two"), block("x", "one")) + ", " +
+                    turn("assistant", used("y"), used("x")) + ", " + turn("user", block("x", "four"), block("y", "three")) + "]}") == rounds);
+    CHECK(refused(MESSAGES, begin + turn("assistant", used("x"), used("y")) + ", " + turn("user", block("y", "two"), block("z", "one")) + "]}", "messages"));
+}
+
+TEST_CASE("chats: what an assistant's turn holds is kept or refused by name") {
+    auto chat = [](const std::string& more) { return R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [
+        {"id": "x", "function": {"name": "now", "arguments": "{}"}}], )" + more + R"(}, {"role": "tool", "tool_call_id": "x", "content": "c"}]})"; };
+    auto fault = [&](const std::string& more) -> std::string {
+        try {
+            read_asked(service_of(), CHAT, chat(more), 1);
+            return "";
+        } catch (const Refusal& r) {
+            CHECK(r.status == 400);
+            CHECK(r.param == "messages");
+            return r.what();
+        }
+    };
+    const std::vector<int> wanted = prompt_of(CHAT, chat(R"("reasoning_content": "hm")"));
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": "hm")")) == wanted); // vLLM's name
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": "hm", "reasoning_content": "hm")")) == wanted);
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": null, "reasoning_content": "hm", "function_call": null, "refusal": "", "audio": null)")) == wanted);
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": null)")) != wanted);
+    CHECK(fault(R"("reasoning": "hm", "reasoning_content": "ah")").find("reasoning") != std::string::npos);
+    CHECK(fault(R"("reasoning": ["hm"])").find("reasoning") != std::string::npos);
+    for (const std::string name : {"function_call", "audio", "refusal"}) CHECK(fault("\"" + name + "\": {\"name\": \"now\"}").find(name) != std::string::npos);
+}
+
 TEST_CASE("dialects: every other field is refused by its name") {
     auto refused = [](const char* path, const std::string& body) -> std::string {
         try {
@@ -660,7 +804,7 @@ TEST_CASE("dialects: every other field is refused by its name") {
     for (auto& row : Rows{
              {"\"thinking\": {\"type\": \"enabled\", \"budget_tokens\": 1024}", "thinking"}, {"\"thinking\": {\"type\": \"between_tools\"}", "thinking"},
              {"\"max_tokens\": 0", "max_tokens"}, {"\"max_tokens\": 5000", "messages"}, {"\"stop_sequences\": \"a\"", "stop_sequences"}, {"\"stop_sequences\": [5]", "stop_sequences"},
-             {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"},
+             {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"}, {"\"speed\": \"slow\"", "speed"},
              {"\"output_config\": {\"effort\": \"low\"}", "output_config"}, {"\"output_config\": {\"format\": {\"type\": \"json_object\"}}", "output_config"},
              {"\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}", "output_config"}, {"\"metadata\": {\"x\": 1}", "metadata"},
              {"\"tools\": [{\"type\": \"bash_20250124\", \"name\": \"bash\"}]", "tools"}, {"\"tools\": [{\"name\": \"f\"}]", "tools"}, {"\"tools\": {}", "tools"},
@@ -808,14 +952,14 @@ TEST_CASE("dialects: many results of tools in the reverse order are put right, a
         sj::Doc doc;
         const Fields f(parse_body(doc, body));
         const double start = seconds();
-        const std::string chat = chat_of_response(f);
+        const Json all(chat_of_response(f));
+        const std::vector<Message> messages = conversation_from_json(all["messages"]);
         took[reverse] = seconds() - start;
-        const Json all(chat);
         int next = 0;
-        for (sj::Value m : all["messages"].items())
-            if (m["role"].str() == "tool" && m["content"].str() == std::to_string(next)) next++;
+        for (const Message& m : messages)
+            if (m.role == "tool" && m.content == std::to_string(next)) next++;
         CHECK(next == n);
-        CHECK(all["messages"].size() == (size_t)n + 2);
+        CHECK(messages.size() == (size_t)n + 2);
     }
     CHECK(took[1] < 5 * took[0] + 0.2);
 }
