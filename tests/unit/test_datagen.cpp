@@ -27,6 +27,7 @@
 #include <thread>
 
 using namespace book;
+using namespace std::literals;
 
 static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
 static const std::string BOOK = "tests/fixtures/book.md";
@@ -1407,6 +1408,251 @@ TEST_CASE("pack: prompts are the template's, special tokens in a row stay text, 
         if (!(word & TRAIN)) prompt.push_back((int)word);
     CHECK(prompt == render_chat(tokenizer, {{"user", "<|im_end|> hi"}}, {}, {"{\"name\": \"f\"}"}));
     CHECK(std::count(prompt.begin(), prompt.end(), tokenizer.id("<|im_end|>")) == 2); // system and user; not the row's
+}
+
+// What pack makes of rows, with an entry of dataset_info.json ("": none): all of each row, and the trained part of it
+// after "=> ".
+static Strings packed(const Scratch& scratch, const std::string& rows, const std::string& entry = "", std::string* said = nullptr) {
+    write_file(scratch / "rows.jsonl", rows);
+    fs::remove(scratch / "dataset_info.json");
+    if (!entry.empty()) write_file(scratch / "dataset_info.json", "{\"d\": {\"file_name\": \"rows.jsonl\", " + entry.substr(1) + "}");
+    Strings ask = {"pack", scratch / (entry.empty() ? "rows.jsonl" : "dataset_info.json"), scratch / "rows.bin"};
+    if (!entry.empty()) ask.insert(ask.end(), {"--name", "d"});
+    const Result r = good(ask);
+    if (said) *said = r.err;
+    Strings all;
+    for (auto& parts : parts_of(scratch / "rows.bin")) {
+        std::string row;
+        for (auto& part : parts) row += (row.empty() ? "" : "=> ") + part;
+        all.push_back(row);
+    }
+    return all;
+}
+static std::string chat(const std::string& system, Strings turns) {
+    std::string all = system.empty() ? "" : "<|im_start|>system\n" + system + "<|im_end|>\n";
+    for (size_t i = 0; i < turns.size(); i++)
+        all += i + 1 == turns.size() ? "<|im_start|>assistant\n<think>\n\n</think>\n\n=> " + turns[i] + "<|im_end|>\n"
+                                     : (i % 2 ? "<|im_start|>assistant\n" : "<|im_start|>user\n") + turns[i] + "<|im_end|>\n";
+    return all;
+}
+
+TEST_CASE("pack: what dataset_info.json does not map is not read, and pack says so") {
+    Scratch scratch;
+    std::string said;
+    const std::string row = R"({"question": "Q", "answer": "A", "input": "I", "system": "S", "history": [["a", "b"]], "chosen": "C", "rejected": "R", "tools": "[{\"name\": \"f\"}]"})" "\n";
+    CHECK(packed(scratch, row, R"({"columns": {"prompt": "question", "response": "answer"}})", &said) == Strings{chat("", {"Q", "A"})});
+    CHECK(said.find("columns: prompt <- question, response <- answer; not read: chosen, history, input, rejected, system, tools\n") != said.npos);
+    CHECK(packed(scratch, row, R"({"columns": {"prompt": "question", "response": "answer", "system": "system"}})") == Strings{chat("S", {"Q", "A"})});
+    // Without columns three have a default; what is optional has none. A mapped answer of a pair makes no pair.
+    const std::string usual = R"({"instruction": "Q", "input": "I", "output": "A", "system": "S", "history": [["a", "b"]]})" "\n";
+    CHECK(packed(scratch, usual, R"({"formatting": "alpaca"})") == Strings{chat("", {"Q\nI", "A"})});
+    CHECK(packed(scratch, usual, "", &said).size() == 2);
+    CHECK(said.find("columns: prompt <- instruction, query <- input, system <- system, history <- history, response <- output\n") != said.npos);
+    CHECK(packed(scratch, row, R"({"columns": {"prompt": "question", "response": "answer", "chosen": "chosen", "rejected": "rejected"}})") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, row, R"({"ranking": true, "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}})") ==
+          Strings{chat("", {"Q", "C"}), chat("", {"Q", "R"})});
+    const std::string turns = R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "system": "S", "tools": "[{\"name\": \"f\"}]"})" "\n";
+    CHECK(packed(scratch, turns, R"({"formatting": "sharegpt"})") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, turns, R"({"formatting": "sharegpt", "num_samples": 5, "columns": {"messages": "conversations", "images": "images"}})", &said) == Strings{chat("", {"Q", "A"})});
+    CHECK(said.find("not known here, and not read: images, num_samples") != said.npos);
+    write_file(scratch / "dataset_info.json", R"({"d": {"file_name": "rows.jsonl", "ranking": true}})");
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "x.bin", "--name", "d"}, "chosen and rejected: missing");
+    write_file(scratch / "dataset_info.json", R"({"d": {"file_name": "rows.jsonl", "columns": {"prompt": 1}}})");
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "x.bin", "--name", "d"}, "prompt: not a string");
+}
+
+TEST_CASE("pack: a system prompt arrives once, from a column, a turn or both, in every format") {
+    Scratch scratch;
+    const std::string a = R"({"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}])", b = R"({"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])";
+    const std::string in_a = R"({"from": "system", "value": "T"}, )", in_b = R"({"role": "system", "content": "T"}, )";
+    const std::string none_a = R"({"from": "system", "value": ""}, )", none_b = R"({"role": "system", "content": ""}, )";
+    const std::string share = R"("conversations": [)", open = R"("messages": [)", system = R"({"system": "S", )";
+    const std::string tags = R"({"formatting": "sharegpt", "columns": {"messages": "messages", "system": "system"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}})";
+    const std::string mapped = R"({"formatting": "sharegpt", "columns": {"messages": "conversations", "system": "system"}})";
+    const struct { std::string row, entry, wanted; } cases[] = {
+        {system + R"("instruction": "Q", "output": "A"})", "", "S"}, {R"({"system": null, "instruction": "Q", "output": "A"})", "", ""},
+        {system + share + a + "}", "", "S"}, {"{" + share + in_a + a + "}", "", "T"}, {system + share + in_a + a + "}", "", "T"}, {system + share + none_a + a + "}", "", "S"},
+        {system + open + b + "}", "", "S"}, {"{" + open + in_b + b + "}", "", "T"}, {system + open + in_b + b + "}", "", "T"}, {"{" + open + none_b + b + "}", "", ""},
+        {system + share + a + "}", mapped, "S"}, {system + share + in_a + a + "}", mapped, "T"}, {system + open + b + "}", tags, "S"}, {system + open + in_b + b + "}", tags, "T"}};
+    for (auto& c : cases) {
+        INFO(c.row << " " << c.entry);
+        CHECK(packed(scratch, c.row + "\n", c.entry) == Strings{chat(c.wanted, {"Q", "A"})});
+    }
+}
+
+TEST_CASE("pack: roles have the names that tags give them, whatever the keys are called") {
+    Scratch scratch;
+    const std::string row = R"({"talk": [{"role": "rules", "content": "S"}, {"role": "customer", "content": "Q"}, {"role": "agent", "content": "A"}]})" "\n";
+    const std::string entry = R"({"formatting": "sharegpt", "columns": {"messages": "talk"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "customer", "assistant_tag": "agent", "system_tag": "rules"}})";
+    CHECK(packed(scratch, row, entry) == Strings{chat("S", {"Q", "A"})});
+    // Without an entry rows show whose keys they have, under either name.
+    for (const char* key : {"messages", "conversations"})
+        for (auto [from, value] : {std::pair("from", "value"), {"role", "content"}})
+            for (auto [user, assistant] : {std::pair("user", "assistant"), {"human", "gpt"}}) {
+                const std::string shown = format(R"({"%s": [{"%s": "%s", "%s": "Q"}, {"%s": "%s", "%s": "A"}]})", key, from, user, value, from, assistant, value);
+                INFO(shown);
+                CHECK(packed(scratch, shown + "\n") == Strings{chat("", {"Q", "A"})});
+                const std::string first = read_file(scratch / "rows.bin");
+                good({"pack", scratch / "dataset_info.json", scratch / "again.bin", "--name", "rows"}); // ... and pack's own entry
+                CHECK(read_file(scratch / "again.bin") == first);
+            }
+    // A call of several tools, as a list.
+    const std::string calls = R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "[{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {}}]"}]})" "\n";
+    CHECK(packed(scratch, calls)[0].find("=> <tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"name\": \"g\"") != std::string::npos);
+    write_file(scratch / "rows.jsonl", R"({"messages": [{"x": "user", "content": "Q"}]})" "\n");
+    check_refused({"pack", scratch / "rows.jsonl", scratch / "x.bin"}, "messages[0]: no role");
+}
+
+TEST_CASE("null is absent, in every optional column of every format") {
+    Scratch scratch;
+    const std::string optional = R"(, "input": null, "system": null, "history": null, "tools": null)", nothing = R"(, "messages": null, "conversations": null, "text": null, "chosen": null, "rejected": null, "prompt": null})";
+    CHECK(packed(scratch, R"({"instruction": "Q", "output": "A")" + optional + nothing + "\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"instruction": null, "input": "Q", "output": "A"})" "\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "messages": null, "instruction": null, "chosen": null)" + optional + "}\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "tool_calls": null, "reasoning_content": null}], "conversations": null)" + optional + "}\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"text": "T", "messages": null, "instruction": null, "conversations": null, "chosen": null})" "\n") == Strings{"T=> <|endoftext|>"});
+    for (const char* prompt : {R"("instruction": "Q", "prompt": null, "messages": null, "conversations": null, "input": null)", R"("prompt": [{"role": "user", "content": "Q"}], "instruction": null, "messages": null)"}) {
+        INFO(prompt);
+        CHECK(packed(scratch, std::string("{") + prompt + R"(, "chosen": "C", "rejected": "R", "tools": null})" "\n") == Strings{chat("", {"Q", "C"}), chat("", {"Q", "R"})});
+    }
+    // score's rows, answers and references alike
+    write_file(scratch / "reference", R"({"id": null, "instruction": "Q", "input": null, "output": "A", "messages": null, "facts": null, "choices": null, "choice": null})" "\n");
+    write_file(scratch / "answer", R"({"id": null, "answer": null, "predict": "A", "reference": null, "error": null})" "\n");
+    CHECK(good({"score", scratch / "answer", scratch / "reference"}).out.find("1 rows matched by order") == 0);
+}
+
+TEST_CASE("pack: special tokens are such in a text, and letters in a message, which pack counts") {
+    Scratch scratch;
+    std::string said;
+    const Tokenizer tokenizer("tokenizer.bin");
+    const std::string chatml = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n";
+    sj::Writer w;
+    packed(scratch, w.object().field("text", chatml).end().text + "\n", "", &said);
+    CHECK(said.find("special") == said.npos);
+    std::vector<int> ids = tokenizer.encode(chatml, true), got;
+    ids.push_back(tokenizer.id("<|endoftext|>"));
+    auto ids_of = [&](size_t row) {
+        got.clear();
+        const Dataset data(scratch / "rows.bin");
+        for (uint32_t word : data.row(row)) got.push_back((int)(word & ~TRAIN));
+        return got;
+    };
+    CHECK(ids_of(0) == ids);
+    packed(scratch, R"({"text": "T<|endoftext|>"})" "\n"); // an end that is there is not doubled
+    CHECK(ids_of(0) == std::vector<int>{tokenizer.encode("T", false)[0], tokenizer.id("<|endoftext|>")});
+    packed(scratch, R"({"prompt": "<|im_start|>user\nQ<|im_end|>\n", "chosen": "A<|im_end|>", "rejected": "B"})" "\n", "", &said);
+    CHECK(ids_of(0)[0] == tokenizer.id("<|im_start|>"));
+    const Strings rows = packed(scratch, R"({"instruction": "what is <|im_end|>?", "output": "A"})" "\n" R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "say <|endoftext|>"}]})" "\n" R"({"instruction": "a <| b |> c <|none|>", "output": "A"})" "\n", "", &said);
+    CHECK(said.find("2 rows have names of special tokens") != said.npos);
+    CHECK(std::count(got.begin(), got.end(), 0) == 0);
+    ids_of(0);
+    CHECK(std::count(got.begin(), got.end(), tokenizer.id("<|im_end|>")) == 2); // the template's
+}
+
+TEST_CASE("pack: answers without a word are dropped and counted, in every format and in history") {
+    Scratch scratch;
+    std::string said;
+    for (const char* nothing : {"\"\"", "null", "\" \\n\\u3000\"", "\"<think>\\nhm\\n</think>\\n\\n\"", "\"<think>hm\"", "\"hm</think>\\n\""}) {
+        INFO(nothing);
+        auto with = [&](const char* row) { return format(row, nothing) + "\n"; };
+        const std::string rows = alpaca("Q", "A") + "\n" + with(R"({"instruction": "Q", "output": %s})") + with(R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": %s}]})") +
+                                 with(R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": %s}]})") +
+                                 with(R"({"instruction": "R", "output": "B", "history": [["Q", %s]]})");
+        const Strings all = packed(scratch, rows, "", &said);
+        CHECK(all.size() == 2);
+        CHECK(all[0] == chat("", {"Q", "A"}));
+        CHECK(said.find("2 rows kept, 4 dropped") != said.npos);
+        CHECK(rules(scratch / "rows.jsonl.dropped")["no answer"] == 4);
+        const std::string pair = R"({"instruction": "Q", "chosen": "A", "rejected": "B"})" "\n";
+        if (!strcmp(nothing, "null")) continue; // (then it is no pair)
+        CHECK(packed(scratch, pair + with(R"({"instruction": "Q", "chosen": %s, "rejected": "B"})")).size() == 2);
+        CHECK(rules(scratch / "rows.jsonl.dropped")["no answer"] == 1);
+    }
+    write_file(scratch / "x.jsonl", alpaca("Q", "") + "\n");
+    check_refused({"pack", scratch / "x.jsonl", scratch / "x.bin"}, "no answer says anything");
+    CHECK(packed(scratch, R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": null, "tool_calls": [{"name": "f", "arguments": {}}]}]})" "\n").size() == 1);
+}
+
+TEST_CASE("pack's own dataset_info.json reads back: texts, tools and systems, too") {
+    Scratch scratch;
+    const std::string tools = R"("tools": [{"type": "function", "function": {"name": "f"}}], "system": "S")";
+    for (const std::string& rows : {std::string(R"({"text": "A text.", "id": 1})"), R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "A"}], )" + tools + "}",
+             R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {}}"}, {"from": "observation", "value": "7"}, {"from": "gpt", "value": "A"}], )" + tools + "}",
+             R"({"instruction": "Q", "output": "A", )" + tools + "}"}) {
+        INFO(rows);
+        packed(scratch, rows + "\n");
+        const std::string first = read_file(scratch / "rows.bin");
+        good({"pack", scratch / "dataset_info.json", scratch / "again.bin", "--name", "rows"});
+        CHECK(read_file(scratch / "again.bin") == first);
+    }
+}
+
+TEST_CASE("UTF-16 is named, an array without end names its line") {
+    Scratch scratch;
+    auto refused = [&](const std::string& bytes, const char* word) {
+        write_file(scratch / "x", bytes);
+        check_refused({"pack", scratch / "x", scratch / "x.bin"}, word);
+        check_refused({"score", scratch / "x", scratch / "x"}, word);
+        check_refusal(Process(getenv("QWEN3") ? getenv("QWEN3") : "./qwen3", {"tests/fixtures/tiny", "--eval", scratch / "x", "-o", scratch / "o"}).wait(), "qwen3", word);
+    };
+    refused("\xFF\xFE{\0\"\0"s, "UTF-16; convert it first: iconv -f UTF-16 -t UTF-8");
+    refused("\xFE\xFF\0{\0\""s, "UTF-16;");
+    refused("{\0\"\0a\0"s, "UTF-16LE;");
+    refused("\0{\0\"\0a"s, "UTF-16BE;");
+    refused("\xFF\xFE\0\0{\0\0\0"s, "UTF-32;");
+    refused("[\n" + alpaca("Q", "A") + ",\n\n {\"instruction\": \"Q\",\n \"output", "line 4: the array has no end");
+    refused("\n\n[", "line 3: the array has no end");
+}
+
+TEST_CASE("one reader: a byte order mark, arrays, ShareGPT and lists of parts in score as in pack") {
+    Scratch scratch;
+    const std::string parts = R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": [{"type": "text", "text": "A "}, {"type": "text", "text": "B"}]}]})";
+    const std::string share = R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A B"}]})", answer = R"({"answer": "A B"})";
+    for (const std::string& row : {parts, share, R"({"instruction": "", "input": "Q", "output": "A B"})"s})
+        for (const std::string& text : {row + "\n", "\xEF\xBB\xBF" + row, "[" + row + "]", "\xEF\xBB\xBF\n[\n" + row + "\n]\n"}) {
+            INFO(text);
+            write_file(scratch / "reference", text);
+            write_file(scratch / "answers", "\xEF\xBB\xBF[" + answer + "]");
+            const Json scored(good({"score", scratch / "answers", scratch / "reference", "--train", scratch / "reference", "--json"}).out);
+            CHECK(scored["answers"]["rouge-l"]["mean"].number() == 100);
+            CHECK(scored["worst"][0]["question"].str() == "Q");
+            CHECK(packed(scratch, text) == Strings{chat("", {"Q", "A B"})});
+        }
+}
+
+// First rows of datasets that are much used, made up after their documented schemas, with the entries that
+// LLaMA-Factory's own dataset_info.json has for them, and what its converters make of them.
+TEST_CASE("pack: twenty public datasets as LLaMA-Factory reads them") {
+    const std::string answers = R"("columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected")";
+    const struct { const char* name; std::string row, entry; Strings wanted; } sets[] = {
+        {"alpaca_en", R"({"instruction": "Q", "input": "", "output": "A"})", R"({"formatting": "alpaca"})", {chat("", {"Q", "A"})}},
+        {"alpaca_gpt4_zh", R"({"instruction": "问", "input": "题", "output": "答"})", R"({"formatting": "alpaca"})", {chat("", {"问\n题", "答"})}},
+        {"belle_2m", R"({"instruction": "Q\n", "input": "", "output": "A"})", R"({"formatting": "alpaca"})", {chat("", {"Q\n", "A"})}},
+        {"dolly", R"({"instruction": "Q", "context": "C", "response": "A", "category": "open_qa"})", R"({"columns": {"prompt": "instruction", "query": "context", "response": "response"}})", {chat("", {"Q\nC", "A"})}},
+        {"openorca", R"({"id": "niv.1", "system_prompt": "S", "question": "Q", "response": "A"})", R"({"columns": {"prompt": "question", "response": "response", "system": "system_prompt"}})", {chat("S", {"Q", "A"})}},
+        {"open_platypus", R"({"input": "", "output": "A", "instruction": "Q", "data_source": "MATH/PRM-800K"})", R"({"columns": {"prompt": "instruction", "response": "output"}})", {chat("", {"Q", "A"})}},
+        {"firefly", R"({"kind": "NLI", "input": "问", "target": "答"})", R"({"columns": {"prompt": "input", "response": "target"}})", {chat("", {"问", "答"})}},
+        {"adgen", R"({"content": "类型#裤", "summary": "宽松的裤"})", R"({"columns": {"prompt": "content", "response": "summary"}})", {chat("", {"类型#裤", "宽松的裤"})}},
+        {"mathinstruct", R"({"source": "data/CoT/aqua.json", "output": "A", "instruction": "Q"})", R"({"columns": {"prompt": "instruction", "response": "output"}})", {chat("", {"Q", "A"})}},
+        {"cosmopedia", R"({"prompt": "Q", "text_token_length": 9, "text": "A", "seed_data": "x", "format": "y"})", R"({"columns": {"prompt": "prompt", "response": "text"}})", {chat("", {"Q", "A"})}},
+        {"oaast_sft", R"({"instruction": "Q", "input": "", "output": "A", "history": [["q", "a"]]})", R"({"columns": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}})", {chat("", {"q", "a"}), chat("", {"q", "a", "Q", "A"})}},
+        {"slimorca", R"({"conversations": [{"from": "system", "value": "S", "weight": null}, {"from": "human", "value": "Q", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 1.0}]})", R"({"formatting": "sharegpt"})", {chat("S", {"Q", "A"})}},
+        {"sharegpt4", R"({"id": "1", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}, {"from": "human", "value": "R"}, {"from": "gpt", "value": "B"}]})", R"({"formatting": "sharegpt"})", {chat("", {"Q", "A"}), chat("", {"Q", "A", "R", "B"})}},
+        {"ultrachat_200k", R"({"prompt": "Q", "prompt_id": "f", "messages": [{"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}]})", R"({"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}})", {chat("", {"Q", "A"})}},
+        {"lmsys_chat", R"({"conversation_id": "1", "model": "m", "conversation": [{"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}], "turn": 1, "language": "English"})", R"({"formatting": "sharegpt", "columns": {"messages": "conversation"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}})", {chat("", {"Q", "A"})}},
+        {"glaive_toolcall", R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "tools": "[]"})", R"({"formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "tools"}})", {chat("", {"Q", "A"})}},
+        {"dpo_mix_en", R"({"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}})", R"({"formatting": "sharegpt", "ranking": true, "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}})", {chat("", {"Q", "A"}), chat("", {"Q", "B"})}},
+        {"ultrafeedback", R"({"instruction": "Q", "chosen": "A", "rejected": "B", "id": 3})", R"({"ranking": true, )" + answers + "}}", {chat("", {"Q", "A"}), chat("", {"Q", "B"})}},
+        {"orca_pairs", R"({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"})", R"({"ranking": true, "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected", "system": "system"}})", {chat("S", {"Q", "A"}), chat("S", {"Q", "B"})}},
+        {"hh_rlhf_en", R"({"instruction": "Q", "output": ["A", "B"], "chosen": "A", "rejected": "B", "history": [["q", "a"]]})", R"({"ranking": true, )" + answers + R"(, "history": "history"}})", {chat("", {"q", "a", "Q", "A"}), chat("", {"q", "a", "Q", "B"})}},
+        {"wiki_demo", R"({"text": "Anarchism is"})", R"({"columns": {"prompt": "text"}})", {"An=> archism is<|endoftext|>"}},
+        {"refinedweb", R"({"content": "Once", "url": "http://x", "timestamp": "t"})", R"({"columns": {"prompt": "content"}})", {"Once=> <|endoftext|>"}},
+    };
+    Scratch scratch;
+    for (auto& set : sets) {
+        INFO(set.name);
+        CHECK(packed(scratch, set.row + "\n", set.entry) == set.wanted);
+    }
 }
 
 TEST_CASE("pack: rows that are too long are reported or refused, never cut; bad rows are named") {
