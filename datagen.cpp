@@ -44,7 +44,7 @@ struct Command {
 static const Command COMMANDS[] = {
     {"chunk", "BOOK...", "--characters --tokens --overlap --clean -z", 1, SIZE_MAX, run_chunk,
      "cuts books into chunks at headings, paragraphs and sentences. Markdown and text in UTF-8; PDF where\n"
-     "pdftotext (poppler-utils) is installed, HTML, DOCX and EPUB where pandoc is"},
+     "pdftotext (poppler-utils) is installed, HTML, EPUB, DOCX and ODT where pandoc is"},
     {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
      run_prompt, "makes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
     {"generate", "requests.jsonl",

@@ -360,7 +360,7 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
         check_refusal(r, "datagen", "poppler-utils");
         CHECK(r.err.find("pdftotext -layout " + path + " " + stem + ".txt\n") != std::string::npos);
     }
-    for (std::string ending : {"html", "htm", "xhtml", "docx", "epub"}) {
+    for (std::string ending : {"html", "htm", "xhtml", "docx", "odt", "epub"}) {
         write_file(scratch / "b." + ending, "PK");
         const Result r = datagen_with(scratch, {}, {"chunk", scratch / "b." + ending});
         check_refusal(r, "datagen", "pandoc -t gfm " + (scratch / "b." + ending) + " -o " + (scratch / "b.md"));
@@ -375,7 +375,21 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
     };
     CHECK(text(pdf) == "-layout|-enc|UTF-8|" + pdf + "|-| read the words of this.\n");
     CHECK(text(unnamed) == "-layout|-enc|UTF-8|" + unnamed + "|-| read the words of this.\n");
-    CHECK(text(html) == "-t|gfm|--wrap=none|" + html + "| read the words of this.\n");
+    const std::string filter = "-t|gfm-raw_html|--wrap=none|--lua-filter|data/datagen/book.lua|";
+    CHECK(text(html) == filter + html + "| read the words of this.\n");
+    write_file(scratch / "b.ODT", "PK");
+    CHECK(text(scratch / "b.ODT") == filter + scratch / "b.ODT" + "| read the words of this.\n");
+    // Where pandoc has a sandbox it is in it. A file's name is a file's, whatever it looks like.
+    const std::string boxed = "case $1 in --help) echo ' --sandbox[=true|false]';; *) " + words + ";; esac";
+    for (std::string name : {"http:b.html", "-o.html"}) {
+        write_file(name, "<p>");
+        const std::string given = (name[0] == '-' ? "./" : "") + name;
+        const Result r = datagen_with(scratch, {{"pandoc", boxed}}, {"chunk", given});
+        fs::remove(name);
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        CHECK(Json(lines(r.out)[0])["text"].str() == "--sandbox|" + filter + "./" + given + "| read the words of this.\n");
+    }
     // What they say when they fail is shown.
     const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; echo 'Incorrect \033[1mpassword' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
     CHECK(bad.status == 1);
@@ -384,6 +398,97 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
     CHECK(datagen_with(scratch, {{"pdftotext", "kill -9 $$"}}, {"chunk", pdf}).err.find("ended by signal 9") != std::string::npos);
     check_refusal(datagen_with(scratch, {{"pdftotext", "printf '\\f\\f'"}}, {"chunk", pdf}), "datagen", "OCR");
     check_refusal(datagen_with(scratch, {{"pandoc", "printf 'a\\377'"}}, {"chunk", html}), "datagen", "byte 1");
+}
+
+TEST_CASE("chunk: an office program's document and UTF-16 are named as such") {
+    Scratch scratch;
+    for (auto [bytes, word] : {std::pair("PK\3\4\24"s, "save it as .docx, .odt, .epub or .html"), {"\xD0\xCF\x11\xE0\xA1"s, "save it as .docx"}, {"{\\rtf1 x}"s, "save it as .docx"}, {"\xFF\xFEh\0"s, "UTF-16; convert it first"}, {"h\0e\0l\0"s, "UTF-16LE"}}) {
+        write_file(scratch / "book.doc", bytes);
+        check_refused({"chunk", scratch / "book.doc"}, word);
+    }
+}
+
+// A page of layout lines: two texts side by side.
+static std::string beside(const Strings& left, const Strings& right) {
+    std::string page;
+    for (size_t i = 0; i < std::max(left.size(), right.size()); i++) {
+        std::string line = i < left.size() ? left[i] : "";
+        line.resize(std::max<size_t>(line.size(), 52), ' ');
+        page += (i < right.size() ? line + right[i] : i < left.size() ? left[i] : "") + "\n";
+    }
+    return page;
+}
+
+TEST_CASE("chunk: pages in two columns are read one column after another; tables stay as they lie") {
+    Strings left, right, cells, notes;
+    for (int i = 0; i < 20; i++) {
+        left.push_back(format("the left column says number %d in words", i));
+        right.push_back(format("and the right one goes on with line %d", i));
+        cells.push_back(format("Port %-10d%d m%12s%d", i, 3 * i, "open      ", 10 * i));
+        notes.push_back(format("Term %d", i));
+    }
+    const std::string two = beside(left, right), table = beside(cells, {}), listed = beside(notes, right);
+    CHECK(in_columns(two));
+    CHECK(in_columns("  A title that goes over both of the columns of the page, as titles do\n\n" + two));
+    CHECK(!in_columns(table));
+    CHECK(!in_columns(beside(cells, cells)));
+    CHECK(!in_columns(listed)); // terms beside their explanations belong together
+    CHECK(!in_columns(beside(left, {})));
+    CHECK(!in_columns(two.substr(0, two.find("number 5")))); // too few lines to tell
+    CHECK(!in_columns(""));
+    Scratch scratch;
+    write_file(scratch / "b.pdf", "%PDF-1.7");
+    write_file(scratch / "layout", two + "\f" + table + "\f");
+    write_file(scratch / "ordered", "LEFT then RIGHT.\n\fcells\none\nby\none\n\f");
+    const std::string tool = "case $1 in -layout) cat " + scratch / "layout" + ";; *) cat " + scratch / "ordered" + ";; esac";
+    const Result r = datagen_with(scratch, {{"pdftotext", "PATH=/usr/bin:/bin\n" + tool}}, {"chunk", scratch / "b.pdf", "--overlap", "0"});
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const std::string text = Json(lines(r.out)[0])["text"].str();
+    CHECK(text.find("LEFT then RIGHT.") == 0);
+    CHECK(text.find("left column") == std::string::npos);
+    CHECK(text.find(trimmed(cells[7])) != std::string::npos);
+    CHECK(r.err.find("1 of 2 pages are in columns") != std::string::npos);
+}
+
+TEST_CASE("chunk: a book of HTML without what is only the web page's (pandoc)") {
+    Scratch scratch;
+    if (Process("/usr/bin/env", {"pandoc", "--version"}).wait().status != 0) {
+        printf("skipped: chunk by pandoc: it is not installed\n");
+        return;
+    }
+    std::atomic<int> fetched{0};
+    Listener server([&](int) { fetched++; });
+    write_file(scratch / "b.html", format(R"x(<html><body><nav><ul><li><a href="/a">Home</a></li><li><a href="/b">About us</a></li></ul></nav>
+<div id="x"><h1><span>1</span> The moon<sup><a href="#n1">1</a></sup></h1><p>The <span class="c">moon</span> pulls H<sub>2</sub>O: see <a href="javascript:x()">this</a>.<sup><a href="#n1">2</a></sup></p>
+<iframe src="http://127.0.0.1:%d/x"></iframe><img src="http://127.0.0.1:%d/y.png"><table><tr><th>a</th><th>b</th></tr><tr><td>1<br>2</td><td><p>3</p><p>4</p></td></tr></table></div></body></html>)x", server.port, server.port));
+    const Result r = good({"chunk", scratch / "b.html"});
+    const Json chunk(lines(r.out)[0]);
+    INFO(chunk.text);
+    CHECK(chunk["chapter"].str() == "1 The moon");
+    const std::string text = chunk["text"].str();
+    CHECK(text.find("# 1 The moon\n\nThe moon pulls H₂O: see this.\n") == 0);
+    CHECK(text.find("| 1 2 | 3 4 |") != std::string::npos);
+    for (const char* gone : {"<", "](", "javascript", "Home", "127.0.0.1", "TABLE"}) CHECK(text.find(gone) == std::string::npos);
+    CHECK(fetched == 0);
+}
+
+TEST_CASE("numbered chapters on lines of their own are no page numbers; 第二章 stays a line of its own") {
+    auto book = [&](const char* end) {
+        std::string all;
+        for (int i = 1; i <= 8; i++) {
+            all += std::to_string(i) + "\n\n";
+            for (int k = 0; k < 12; k++) all += "The tide turns twice a day, and the harbour follows it without a word from anyone, as it did before.\n\n";
+            all.erase(all.size() - 3), all += end + "\n\n"s;
+        }
+        return all;
+    };
+    CHECK(!was_pdf(book(".")));
+    CHECK(was_pdf(book(" and")));                         // within a sentence
+    CHECK(was_pdf(book(".").substr(book(".").find("\n2\n")))); // (page numbers begin anywhere)
+    const std::string cut = "第一章\n\n潮汐一日两次。\n\f第二章\n\n港口随之而动\n\f没有一句怨言。\n\f第三章 月亮\n\n月亮牵引着海\n\f第四章\n\n完。\n";
+    CHECK(clean_pages(cut).text == "第一章\n\n潮汐一日两次。\n\n第二章\n\n港口随之而动\n没有一句怨言。\n\n第三章 月亮\n\n月亮牵引着海\n\n第四章\n\n完。\n");
+    CHECK(clean_pages("a share of 15-\n20% of it, and of 3-\nfold\n").text == "a share of 15-20%\nof it, and of 3-\nfold\n");
 }
 
 static const std::string SENTENCE = "The tide turns twice a day, and the harbour follows it without a word of complaint from anyone.";
