@@ -25,11 +25,14 @@ static void check_folder(const TrainOptions& o, const std::string& state) {
                      exists("model.bin");
     const char* out = o.out.c_str();
     if (old && !o.resume && !o.overwrite)
-        DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
+        DIE("%s: %s", out, exists("state.safetensors")
+                               ? "holds a run; --resume goes on with it, --overwrite replaces it"
+                               : "holds a run without a checkpoint; --overwrite replaces it");
     const std::string result = o.out + "/model.bin";
     if (o.overwrite && (same_file(o.model, result) || same_file(o.model + "/model.bin", result)))
         DIE("%s: --overwrite would remove the model that is to be trained", out);
-    if (o.resume && access(state.c_str(), F_OK) != 0) DIE("%s: no run to resume: it has no state.safetensors", out);
+    if (o.resume && access(state.c_str(), F_OK) != 0)
+        DIE("%s: no run to resume: it has no state.safetensors; --overwrite begins anew", out);
 }
 
 template <class T>
