@@ -33,6 +33,7 @@ HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/d
 OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
 EDIT      := $(shell printf '\043include <stdio.h>\n\043include <histedit.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
 CURL      := $(shell printf '\043include <curl/curl.h>\nint main(){curl_global_cleanup();}' | $(CXX) -x c++ - -o /dev/null -lcurl 2>/dev/null && echo -lcurl)
+CMARK     := $(shell printf '\043include <cmark.h>\nint main(){return !cmark_version();}' | $(CXX) -x c++ - -o /dev/null -lcmark 2>/dev/null && echo -lcmark)
 MHD       := $(shell printf '\043include <microhttpd.h>\nint main(){return !MHD_get_version();}' | $(CXX) -x c++ - -o /dev/null -lmicrohttpd 2>/dev/null && echo -lmicrohttpd)
 NCCL      := $(shell LC_ALL=C ldconfig -p 2>/dev/null | grep -o 'libnccl\.so\.2' | head -n 1)
 
@@ -88,12 +89,13 @@ info:
 	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
 	@echo "datagen   $(if $(CURL),libcurl: with generate,without generate (libcurl4-openssl-dev adds it))"
+	@echo "chunk     $(if $(CMARK),libcmark: Markdown as CommonMark has it,rules of its own for Markdown (libcmark-dev adds CommonMark's))"
 	@echo "serve     $(if $(MHD),libmicrohttpd,not built: it needs libmicrohttpd (libmicrohttpd-dev))"
 	@$(if $(CUDA),echo "GPUs      $(if $(NCCL),NCCL: train_lora --gpus N,one: no libnccl.so.2 here (libnccl2 adds it when train_lora runs; or LD_LIBRARY_PATH))",:)
 	@echo "code for  $(if $(TUNE),this machine's CPU (PORTABLE=1: any x86-64),any x86-64)$(if $(CUDA),$(comma) and $(WANTED:%=sm_%))"
 
 # The flags of the last build: another compiler or flag rebuilds. (-Werror changes no object.)
-COMMAND    = $(CXX) $(filter-out -Werror,$(CPUFLAGS)) $(if $(CUDA),$(NVCC) $(GENCODE)) $(CURL) $(MHD)
+COMMAND    = $(CXX) $(filter-out -Werror,$(CPUFLAGS)) $(if $(CUDA),$(NVCC) $(GENCODE)) $(CURL) $(CMARK) $(MHD)
 $(B)/command: FORCE
 	@mkdir -p $(@D)
 	@echo '$(COMMAND)' | cmp -s - $@ || echo '$(COMMAND)' > $@
@@ -111,6 +113,7 @@ OPT_HOT    = -O2
 $(B)/cpu/%.o: OPT = $(OPT_CPU)
 $(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: OPT = $(OPT_HOT)
 $(B)/server/%.o: OPT = -O1
+$(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
 # Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.
 SIMD      := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
 AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
@@ -154,7 +157,7 @@ $(B)/qwen3: LIBS = $(EDIT)
 $(B)/datagen: LIBS = $(CURL)
 $(B)/serve: LIBS = $(MHD)
 $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
-	$(Q)$(LINK) $^ -o $@ $(LIBS)
+	$(Q)$(LINK) $^ -o $@ $(LIBS) $(CMARK)
 $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
 
@@ -170,7 +173,7 @@ libqwen3.so: $(B)/libqwen3.so
 $(B)/qwen3.map: Makefile
 	@mkdir -p $(B); echo '{ global: qwen3_*; local: *; };' > $@
 $(B)/libqwen3.so: $(B)/capi/library.o $(LIB) $(B)/qwen3.map
-	$(Q)$(LINK) -shared $(filter-out %.map,$^) -o $@ $(if $(CUDA),-Xlinker --version-script=$(B)/qwen3.map,-Wl$(comma)--version-script=$(B)/qwen3.map) $(CURL)
+	$(Q)$(LINK) -shared $(filter-out %.map,$^) -o $@ $(if $(CUDA),-Xlinker --version-script=$(B)/qwen3.map,-Wl$(comma)--version-script=$(B)/qwen3.map) $(CURL) $(CMARK)
 
 # ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
 LABS      := $(basename $(wildcard lab/*.cu))
@@ -215,7 +218,7 @@ $(B)/bench/%.o: tests/bench/%.cpp $(PCH)
 $(B)/bench/%.o: tests/bench/%.cu $(B)/command
 	$(call CU_OBJECT,-I$(BUILD))
 $(B)/bench/%: $(B)/bench/%.o $(LIB)
-	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(MHD)
+	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(CMARK) $(MHD)
 $(BUILD)/bench_%: $(B)/bench/bench_%
 	@ln -f $< $@ && echo "built     $@"
 .PRECIOUS: $(B)/bench/% $(BUILD)/bench_%

@@ -44,11 +44,12 @@ struct Command {
 static const Command COMMANDS[] = {
     {"chunk", "BOOK...", "--characters --tokens --overlap --clean -z", 1, SIZE_MAX, run_chunk,
      "cuts books into chunks at headings, paragraphs and sentences. Markdown and text in UTF-8; PDF where\n"
-     "pdftotext (poppler-utils) is installed, HTML, DOCX and EPUB where pandoc is"},
+     "pdftotext (poppler-utils) is installed, HTML, EPUB, DOCX and ODT where pandoc is"},
     {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
      run_prompt, "makes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
-    {"generate", "requests.jsonl", "--url --key-env --model --parallel --timeout --retries --journal --dropped", 1, 1,
-     run_generate, "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
+    {"generate", "requests.jsonl",
+     "--url --key-env --model --parallel --timeout --retries --journal --again --dropped", 1, 1, run_generate,
+     "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
     {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,
      "makes Alpaca rows of the replies (--chunks chunks.jsonl)"},
     {"filter", "qa.jsonl", "--chunks --terms --skip --lang -z --dropped", 1, 1, run_filter,
@@ -90,6 +91,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--timeout", "SECONDS", "for a reply (default 300)", {}},
         {"", "--retries", "N", "of a request that failed (default 6)", {}},
         {"", "--journal", "FILE", "where replies go as they come (default: INPUT.journal)", {}},
+        {"", "--again", "FILE", "what collect dropped: replies without a question, which are asked again", {}},
         {"", "--chunks", "FILE", "what `chunk` wrote: the source of each row (collect needs it; filter's\n"
          "default: answers are not compared with their source)", {}},
         {"", "--terms", "FILE|auto", "terms of the subject, one of which a row has to name; auto takes them\n"

@@ -20,6 +20,8 @@
 // members one by one, so loops use members() and items(). Of duplicate keys v["key"] sees the last, as
 // Python does.
 //
+// What a language model wrote as JSON is often none: repair() (below) makes it some and says how.
+//
 // Numbers go through strtod and snprintf, since g++ 9 and 10 have no from_chars for double. Both obey
 // LC_NUMERIC: a program that calls setlocale() must leave that category at "C".
 #pragma once
@@ -384,6 +386,238 @@ inline std::string parse(Doc& doc, std::string_view text) {
     size_t line = 1 + size_t(std::count(text.begin(), text.begin() + p.at, '\n'));
     return "line " + std::to_string(line) + ", byte " + std::to_string(p.at) + ": " +
            (p.at == text.size() ? "the text ends too early" : p.fault);
+}
+
+// -------------------------------------------------------------------------------------------------- repairing
+// JSON as language models write it, made JSON. What comes out is an array of the lists and objects that stand in the
+// text, whatever is around them. What is valid is copied as it is; of the rest these are repaired: an end that is
+// missing (a value that was begun goes, what holds it is closed), commas and closing brackets too many or too few,
+// quotes that are missing, single or curly, or stand in a string without \, line breaks in strings, unknown escapes,
+// Python's words, comments, invalid UTF-8. A list or object that is still none is passed over, and what it holds is
+// looked at by itself.
+struct Repaired {
+    std::string text;                   // a JSON array
+    std::vector<const char*> repairs;   // each kind once, in words
+    bool cut = false;                   // the text ended inside a value
+};
+
+struct Mender {
+    enum Result { FAILED, DROPPED, CUT, WHOLE }; // DROPPED: the text ended before anything that can be kept
+    std::string_view text;
+    size_t at;
+    Repaired& done;                     // of which `text` is not used
+    std::string out = "";
+    int depth = 0;
+
+    bool ended() const { return at >= text.size(); }
+    char peek(size_t ahead = 0) const { return at + ahead < text.size() ? text[at + ahead] : '\0'; }
+    Result note(const char* what, Result result = WHOLE) {
+        auto& all = done.repairs;
+        if (std::find(all.begin(), all.end(), what) == all.end()) all.push_back(what);
+        return result;
+    }
+    static bool is_space(char c) { return c == ' ' || c == '\n' || c == '\r' || c == '\t'; }
+    static bool is_name(char c) {
+        return (c >= '0' && c <= '9') || ((c | 32) >= 'a' && (c | 32) <= 'z') || c == '_' || c == '-' || c == '$';
+    }
+
+    void skip() { // blanks and comments
+        for (;; note("a comment")) {
+            while (is_space(peek())) at++;
+            if (peek() != '/' || (peek(1) != '/' && peek(1) != '*')) return;
+            const std::string_view close = peek(1) == '/' ? "\n" : "*/";
+            at = std::min(text.find(close, at + 2), text.size() - close.size()) + close.size();
+        }
+    }
+
+    // Bytes of the quote at a place: " and ' 1, a curly one 3, none 0.
+    size_t quote_at(size_t i) const {
+        if (i >= text.size()) return 0;
+        if (text[i] == '"' || text[i] == '\'') return 1;
+        const std::string_view s = text.substr(i, 3);
+        return s == "\xE2\x80\x9C" || s == "\xE2\x80\x9D" ? 3 : 0;
+    }
+    // Does a key stand at a place, with its colon, or (may_end) as much of it as there is of the text?
+    bool key_at(size_t i, bool may_end) const {
+        const size_t quote = quote_at(i), limit = std::min(text.size(), i + 200);
+        if (quote)
+            for (i += quote; i < limit && !quote_at(i) && text[i] != '\n';) i++;
+        else
+            while (i < limit && is_name(text[i])) i++;
+        i += quote_at(i);
+        while (i < limit && is_space(text[i])) i++;
+        return i == text.size() ? may_end : i < limit && text[i] == ':';
+    }
+    // Does a string end at the quote before a place? By what follows.
+    bool ends_before(size_t i, bool in_object) const {
+        const size_t from = i;
+        auto blanks = [&] { while (i < text.size() && is_space(text[i])) i++; };
+        auto starts = [&] { return quote_at(i) || std::strchr("{[0123456789-tfnTFN", text[i]); };
+        auto next = [&] { return in_object ? key_at(i, true) : starts(); };
+        auto closes = [&] { return i == text.size() || text[i] == '}' || text[i] == ']'; };
+        blanks();
+        if (closes()) return true;
+        if (text[i] == ',') return i++, blanks(), closes() || next();
+        const bool line = text.substr(from, i - from).find('\n') != text.npos;
+        return line ? next() : in_object && quote_at(i) && key_at(i, false);
+    }
+
+    Result value(bool in_object) {
+        if (ended()) return DROPPED;
+        if (peek() == '{' || peek() == '[') return container();
+        if (quote_at(at)) return string(in_object, false);
+        return is_name(peek()) ? word() : FAILED;
+    }
+
+    // A number, true, false, null; or Python's and JavaScript's words for these.
+    Result word() {
+        const size_t begin = at;
+        while (is_name(peek()) || peek() == '.' || peek() == '+') at++;
+        if (ended()) return DROPPED;    // more may have followed
+        const std::string_view s = text.substr(begin, at - begin);
+        std::vector<Node> nodes;
+        Parser number{s, nodes};
+        if (s == "true" || s == "false" || s == "null" || (number.number() && number.at == s.size()))
+            return out += s, WHOLE;
+        if (s == "True" || s == "False") return out += s == "True" ? "true" : "false", note("a word of Python");
+        if (s != "None" && s != "NaN" && s != "Infinity" && s != "-Infinity" && s != "undefined") return FAILED;
+        return out += "null", note("a word that is not JSON's");
+    }
+
+    Result name() { // of a member
+        if (quote_at(at)) return string(true, true);
+        const size_t begin = at;
+        while (is_name(peek())) at++;
+        if (at == begin) return FAILED;
+        out += '"', out += text.substr(begin, at - begin), out += '"';
+        return note("quotes");
+    }
+
+    Result string(bool in_object, bool key) {
+        const size_t quote = quote_at(at);
+        const char mark = quote == 1 ? text[at] : '\0';     // \0: curly quotes
+        if (mark != '"') note("quotes");
+        at += quote;
+        out += '"';
+        while (!ended()) {
+            const size_t n = quote_at(at);
+            const bool closing = n && (mark ? text[at] == mark : text[at] != '\'');
+            if (closing && (key || ends_before(at + n, in_object))) return at += n, out += '"', WHOLE;
+            if (closing && n == 1 && mark != '\'') {
+                out += "\\\"", at++;
+                note("quotes");
+            } else if (!character()) {
+                break;
+            }
+        }
+        return at = text.size(), DROPPED;
+    }
+
+    bool character() {                  // false: the text ends in it
+        const char c = peek();
+        if (c == '\\') return escape();
+        if (c == '"') return out += "\\\"", at++, true;     // between other quotes
+        if (uint8_t(c) < 0x20) {
+            char hex[8];
+            snprintf(hex, sizeof hex, "\\u%04x", unsigned(uint8_t(c)));
+            out += c == '\n' ? "\\n" : c == '\t' ? "\\t" : c == '\r' ? "\\r" : hex;
+            note("a line break or another control character in a string");
+            return at++, true;
+        }
+        const size_t n = utf8_length(text.substr(at));
+        if (n) out += text.substr(at, n);
+        else out += "\xEF\xBF\xBD", note("invalid UTF-8");
+        return at += std::max<size_t>(n, 1), true;
+    }
+
+    bool escape() {
+        std::vector<Node> nodes;
+        Parser p{text, nodes, at};
+        if (p.escape()) return out += text.substr(at, p.at - at), at = p.at, true;
+        if (at + 1 >= text.size()) return false;
+        note("an escape");
+        bool four = peek(1) == 'u';
+        for (size_t i = 2; four && i < 6; i++) four = hex_digit(peek(i)) >= 0;
+        if (four) return out += "\\ufffd", at += 6, true;   // half a surrogate pair
+        if (peek(1) == '\'' || peek(1) == '\n') return at++, true;
+        return out += "\\\\", at++, true;                   // a backslash, as in \alpha
+    }
+
+    Result member() {
+        if (const Result r = name(); r != WHOLE) return r;
+        skip();
+        if (ended()) return DROPPED;
+        if (peek() != ':') return FAILED;
+        at++, out += ": ";
+        skip();
+        return value(true);
+    }
+
+    Result container() {
+        const bool object = peek() == '{';
+        const char close = object ? '}' : ']', other = object ? ']' : '}';
+        if (++depth > MAX_DEPTH) return FAILED;
+        out += text[at++];
+        Result result = WHOLE;
+        for (bool first = true; result == WHOLE; first = false) {
+            size_t commas = 0;
+            for (skip(); peek() == ','; skip()) at++, commas++;
+            const bool closed = peek() == close;
+            if (ended() || closed || (peek() == other && depth > 1)) {
+                result = !ended() ? WHOLE : first ? DROPPED : CUT;
+                if (commas && !ended()) note("a comma");
+                if (!ended() && !closed) note("a bracket");
+                at += closed;
+                break;
+            }
+            if (commas != !first) note("a comma");
+            const size_t before = out.size();
+            if (!first) out += ", ";
+            result = object ? member() : value(false);
+            if (result == FAILED) return FAILED;
+            if (result != DROPPED) continue;
+            out.resize(before);
+            if (!first) result = CUT;
+        }
+        depth--;
+        out += close;
+        return result;
+    }
+};
+
+inline Repaired repair(std::string_view text) {
+    Repaired done;
+    std::vector<Node> nodes;
+    std::string& all = done.text = "[";
+    bool around = false;
+    size_t from = 0;                    // behind the last value
+    auto look = [&](size_t to) { around |= text.substr(from, to - from).find_first_not_of(" \n\r\t") < to - from; };
+    for (size_t at = 0; (at = text.find_first_of("[{", at)) != text.npos;) {
+        nodes.clear();
+        Parser strict{text, nodes, at};
+        Repaired tried = {"", done.repairs};
+        Mender mender{text, at, tried};
+        const bool valid = strict.value();
+        const Mender::Result result = valid ? Mender::WHOLE : mender.container();
+        if (result == Mender::FAILED) {
+            at++;
+            continue;
+        }
+        look(at);
+        from = valid ? strict.at : mender.at;
+        done.cut |= result != Mender::WHOLE;
+        if (result != Mender::DROPPED) {
+            all += all.size() > 1 ? ", " : "";
+            all += valid ? text.substr(at, strict.at - at) : std::string_view(mender.out);
+            done.repairs = tried.repairs;
+        }
+        at = from;
+    }
+    look(text.size());
+    if (around) done.repairs.push_back("text around it");
+    if (done.cut) done.repairs.push_back("its end");
+    all += ']';
+    return done;
 }
 
 // --------------------------------------------------------------------------------------------------- writing

@@ -77,7 +77,8 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
     tell_differences(o, tokenizer);
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
-        set->must_match(tokenizer.hash(), template_hash());
+        set->must_match(tokenizer.hash(), template_hash(),
+                        "datagen pack -z " + found + " makes it again for this model");
         if (set->id_limit() > (uint32_t)tokenizer.size())
             DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
         if (o.dpo && !set->pairs())

@@ -13,8 +13,12 @@ template <class F> void each_numbered_line(std::string_view text, F f) {
     }
 }
 
+// Bytes of the byte order mark that a file begins with: 3 or 0. UTF-16 and UTF-32 are refused by their names.
+size_t mark_of(const std::string& path, std::string_view beginning);
+
 // Parses a line of a file as a text by itself: "" or "byte 57: ...".
 std::string parse_line(sj::Doc& doc, std::string_view line);
 
-// Calls f(number, text, value) for each line of a JSONL file that is not blank. The first bad one ends it: Error.
+// Calls f(number, text, value) for each line of a JSONL file that is not blank, behind a byte order mark. The first bad
+// one ends it: Error.
 void each_json_line(const MappedFile& file, const std::function<void(size_t, std::string_view, sj::Value)>& f);

@@ -1,8 +1,7 @@
 #include "book/chunks.h"
+#include "book/markdown.h"
 #include "model/utf8.h"
 #include <algorithm>
-#include <array>
-#include <cstring>
 
 namespace {
 
@@ -10,46 +9,28 @@ namespace {
 // too long into its sentences, and a sentence that is too long where it must be. Pieces follow each other without a
 // gap, and so do the chunks made of them: every character of the book is in some chunk, whatever the Markdown.
 struct BookPiece {
-    enum Kind { TEXT, FENCE, HEADING } kind;
+    static constexpr auto TEXT = MarkdownBlock::TEXT, FENCE = MarkdownBlock::FENCE, HEADING = MarkdownBlock::HEADING;
+    MarkdownBlock::Kind kind;
     size_t begin, end, size; // bytes of the book; size in characters or tokens
     int level = 0;           // of a heading
+    size_t titles = 1;       // lines of its title
+    size_t skip = 0;         // bytes before it, of the book's first piece
 };
 
 } // namespace
 
-// ---- Lines
+// ---- Titles and sentences
 
-FenceMark::FenceMark(std::string_view line) {
-    const size_t first = line.find_first_not_of(" \t");
-    if (first == line.npos || (line[first] != '`' && line[first] != '~')) return;
-    const size_t end = std::min(line.find_first_not_of(line[first], first), line.size());
-    if (end - first < 3 || (line[first] == '`' && line.find('`', end) != line.npos)) return;
-    mark = line[first], count = end - first;
-    bare = line.find_first_not_of(" \t\r\n", end) == line.npos;
-}
-
-int heading_level(std::string_view line) {
-    size_t first = std::min(line.find_first_not_of(' '), line.size()), n = first;
-    while (n < line.size() && line[n] == '#') n++;
-    const bool heading = first < 4 && n > first && n - first <= 6 && (n == line.size() || strchr(" \t\r\n", line[n]));
-    return heading ? (int)(n - first) : 0;
-}
-
-// A line of = or - under a title: 1 or 2, else 0.
-static int underline_level(std::string_view line) {
-    line = line.substr(0, line.find_last_not_of(" \t\r\n") + 1);
-    if (line.size() < 3 || (line[0] != '=' && line[0] != '-')) return 0;
-    return line.find_first_not_of(line[0]) != line.npos ? 0 : line[0] == '=' ? 1 : 2;
-}
-
-static std::string heading_title(std::string_view piece, size_t longest) {
-    std::string_view line = piece.substr(0, piece.find('\n'));
+static std::string heading_title(std::string_view piece, size_t lines, size_t longest) {
+    size_t end = 0;
+    while (lines--) end = std::min(piece.find('\n', end), piece.size() - 1) + 1;
+    std::string_view line = piece.substr(0, end);
     if (heading_level(line)) {
-        line = line.substr(std::min(line.find_first_not_of(" #"), line.size()));
-        line = line.substr(0, line.find_last_not_of(" \t\r#") + 1);
+        line = line.substr(std::min(line.find_first_not_of(" \t#"), line.size()));
+        line = line.substr(0, line.find_last_not_of(" \t\r\n#") + 1);
     }
     std::string title;
-    for (char32_t c : decode(line))
+    for (char32_t c : decode(line.substr(0, line.find_last_not_of(" \t\r\n") + 1)))
         if (longest && longest--) utf8_append(title, is_space(c) ? ' ' : c); // blanks of a kind, so that it is one line
     return title.substr(0, title.find_last_not_of(' ') + 1);
 }
@@ -85,57 +66,36 @@ static void add_halves(std::vector<BookPiece>& out, std::string_view book, size_
     add_halves(out, book, middle, end, sizes);
 }
 
+// A piece; if it is too long and no fence, its sentences.
+static void add_text(std::vector<BookPiece>& pieces, std::string_view book, BookPiece piece, const ChunkSizes& sizes) {
+    const std::string_view text = book.substr(piece.begin, piece.end - piece.begin);
+    piece.size = sizes.measure(text);
+    if (piece.kind == BookPiece::FENCE || piece.size <= sizes.most) return pieces.push_back(piece);
+    const size_t first = pieces.size();
+    size_t begin = 0;
+    for (size_t end : sentence_ends(text)) {
+        add_halves(pieces, book, piece.begin + begin, piece.begin + end, sizes);
+        begin = end;
+    }
+    pieces[first].kind = piece.kind, pieces[first].level = piece.level; // of a heading without end, its beginning
+    pieces[first].titles = piece.titles, pieces[first].skip = piece.skip;
+}
+
 static std::vector<BookPiece> cut_pieces(std::string_view book, const ChunkSizes& sizes) {
     std::vector<std::string_view> lines;
     for (size_t at = 0; at < book.size(); at += lines.back().size())
         lines.push_back(book.substr(at, std::min(book.find('\n', at), book.size() - 1) + 1 - at));
-    const size_t n = lines.size();
-    // closer[i]: the longest runs of ` and of ~ that could close a fence from line i on. A fence that nothing closes
-    // is no fence: one stray mark must not turn the rest of a book into code.
-    std::vector<std::array<size_t, 2>> closer(n + 1);
-    for (size_t i = n; i-- > 0;) {
-        const FenceMark f(lines[i]);
-        closer[i] = closer[i + 1];
-        if (f.bare) closer[i][f.mark == '~'] = std::max(closer[i][f.mark == '~'], f.count);
-    }
-    auto opens_fence = [&](size_t i) {
-        const FenceMark f(lines[i]);
-        return f.mark && closer[i + 1][f.mark == '~'] >= f.count;
-    };
+    const std::vector<MarkdownBlock> blocks = markdown_blocks(lines);
     std::vector<BookPiece> pieces;
-    for (size_t i = 0, next, at = 0; i < n; i = next) {
-        BookPiece piece = {BookPiece::TEXT, at, 0, 0};
-        next = i + 1;
-        if (opens_fence(i)) {
-            piece.kind = BookPiece::FENCE;
-            const FenceMark open(lines[i]);
-            for (;; next++)
-                if (const FenceMark f(lines[next]); f.bare && f.mark == open.mark && f.count >= open.count) break;
-            next++;
-        } else if (int level = heading_level(lines[i])) {
-            piece.kind = BookPiece::HEADING, piece.level = level;
-        } else if (int level = next < n && !is_blank_line(lines[i]) ? underline_level(lines[next]) : 0) {
-            piece.kind = BookPiece::HEADING, piece.level = level;
-            next++;
-        } else {
-            while (next < n && !is_blank_line(lines[next]) && !opens_fence(next) && !heading_level(lines[next])) next++;
-        }
-        while (next < n && is_blank_line(lines[next])) next++;
-        const char* end = next < n ? lines[next].data() : book.data() + book.size();
-        piece.end = at = (size_t)(end - book.data());
-        const std::string_view text = book.substr(piece.begin, piece.end - piece.begin);
-        piece.size = sizes.measure(text);
-        if (piece.kind == BookPiece::FENCE || piece.size <= sizes.most) {
-            pieces.push_back(piece);
-            continue;
-        }
-        const size_t first = pieces.size();
-        size_t begin = 0;
-        for (size_t end : sentence_ends(text)) {
-            add_halves(pieces, book, piece.begin + begin, piece.begin + end, sizes);
-            begin = end;
-        }
-        pieces[first].kind = piece.kind, pieces[first].level = piece.level; // of a heading without end, its beginning
+    auto place = [&](size_t block) { return (size_t)(lines[blocks[block].line].data() - book.data()); };
+    auto begin_of = [&](size_t block) { // the first piece has all before the first block, the last one all behind it
+        return block == 0 ? 0 : block < blocks.size() ? place(block) : book.size();
+    };
+    if (blocks.empty() && !book.empty()) add_text(pieces, book, {BookPiece::TEXT, 0, book.size(), 0}, sizes);
+    for (size_t i = 0; i < blocks.size(); i++) {
+        BookPiece piece = {blocks[i].kind, begin_of(i), begin_of(i + 1), 0, blocks[i].level, blocks[i].titles};
+        piece.skip = place(i) - piece.begin;
+        add_text(pieces, book, piece, sizes);
     }
     return pieces;
 }
@@ -162,7 +122,8 @@ std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& sizes) {
     std::vector<std::string> path; // titles above the place we are at, one a level
     auto enter = [&](const BookPiece& heading) {
         path.resize((size_t)heading.level - 1);
-        path.push_back(heading_title(book.substr(heading.begin, heading.end - heading.begin), sizes.title));
+        const size_t begin = heading.begin + heading.skip;
+        path.push_back(heading_title(book.substr(begin, heading.end - begin), heading.titles, sizes.title));
     };
     for (size_t first = 0, last; first < pieces.size(); first = last) {
         size_t size = pieces[first].size;

@@ -7,6 +7,7 @@
 // The text is valid UTF-8. Memory: about 40 bytes a line of it.
 #pragma once
 #include "book/characters.h"
+#include "book/markdown.h"
 #include <functional>
 #include <string>
 #include <string_view>
@@ -23,21 +24,6 @@ struct ChunkSizes {
 
 // Every character of the book is in some chunk, whatever the Markdown.
 std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& sizes);
-
-// ---- Lines of Markdown
-
-// The run of ` or ~ that a line begins with, if it can open or close a fence. bare: nothing follows it.
-struct FenceMark {
-    char mark = 0;
-    size_t count = 0;
-    bool bare = false;
-    explicit FenceMark(std::string_view line);
-};
-
-inline bool is_blank_line(std::string_view line) { return line.find_first_not_of(" \t\r\n") == line.npos; }
-
-// 1..6 for "# Title" and so on, else 0.
-int heading_level(std::string_view line);
 
 // Where sentences end in a text: after a line's end, or after . ! ? and their like and what closes after them.
 std::vector<size_t> sentence_ends(std::string_view text);

@@ -2,6 +2,7 @@
 #include "base/error.h"
 #ifdef HAVE_CURL
 #include "base/options.h"
+#include "book/characters.h"
 #include "book/report.h"
 #include "book/requests.h"
 #include "book/rows.h"
@@ -26,9 +27,11 @@ namespace {
 struct Slot {
     CURL* easy = curl_easy_init();
     std::unique_ptr<Request> request; // none: idle
-    std::string reply;
+    std::string reply, retry_after; // retry_after: seconds, as the endpoint wrote them
     size_t attempts = 0;
     double wake = 0; // when to ask; infinite while asking
+    double begun = 0; // when its request was asked first
+    bool formless = false; // its request is asked again without the form of the answer, which was refused
     ~Slot() { curl_easy_cleanup(easy); }
 };
 
@@ -44,7 +47,9 @@ struct Sender {
                                                                   // often, and what the endpoint said at last
     struct Refused { Reader::Place place; size_t number; long status; std::string why; };
     std::vector<Refused> refused;
-    size_t answered = 0, failed = 0, failures_in_row = 0;
+    size_t answered = 0, failed = 0, failures_in_row = 0, cut = 0; // cut: answers that max_tokens cut off
+    bool formless = false;                // the endpoint has no response_format
+    double last_answer = 0;
     std::string fatal;                    // why it makes no sense to ask on
 
     Sender(const Arguments& a, Journal& journal)
@@ -79,8 +84,21 @@ struct Sender {
         reply.append(bytes, n);
         return n;
     }
+    static size_t receive_header(char* bytes, size_t, size_t n, void* slot) {
+        std::string line(bytes, n);
+        for (char& c : line) c = (char)lower((uint8_t)c);
+        for (auto [name, seconds] : {std::pair("retry-after-ms:", 1e-3), {"retry-after:", 1.}}) {
+            if (line.compare(0, strlen(name), name)) continue;
+            const std::string value(trimmed(std::string_view(line).substr(strlen(name))));
+            char* end;
+            const double wait = strtod(value.c_str(), &end) * seconds;
+            if (end != value.c_str() && !*end && wait >= 0) ((Slot*)slot)->retry_after = std::to_string(wait);
+        }
+        return n;
+    }
     void ask(Slot& s) {
-        s.reply.clear();
+        s.reply.clear(), s.retry_after.clear();
+        if (s.request && (formless || s.formless) && s.request->has_form()) s.request->remove_form();
         s.attempts++;
         curl_easy_reset(s.easy);
         auto set = [&](CURLoption option, auto value) {
@@ -99,6 +117,8 @@ struct Sender {
         }
         set(CURLOPT_WRITEFUNCTION, receive);
         set(CURLOPT_WRITEDATA, (void*)&s);
+        set(CURLOPT_HEADERFUNCTION, receive_header);
+        set(CURLOPT_HEADERDATA, (void*)&s);
         set(CURLOPT_PRIVATE, (void*)&s);
         set(CURLOPT_NOSIGNAL, 1L);
         set(CURLOPT_CONNECTTIMEOUT, 20L);
@@ -111,30 +131,46 @@ struct Sender {
         std::string fault;  // "": well
         std::string said;   // the endpoint's own words
         bool again = false; // asking again may help
+        bool empty = false; // a chat completion, and nothing in it
+        bool cut = false;   // ... that max_tokens cut off
         double wait = 0;    // ... after so many seconds
     };
     Outcome look_at(Slot& s, CURLcode code) const {
         Outcome o;
-        curl_off_t retry_after = 0;
+        curl_off_t date = 0; // Retry-After as a date; curl knows no fractions
         curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
-        curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &retry_after);
-        for (size_t at = 0; !key.empty() && (at = s.reply.find(key, at)) != s.reply.npos; at += 3)
-            s.reply.replace(at, key.size(), "***"); // an endpoint may echo it
+        curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &date);
+        const double retry_after = s.retry_after.empty() ? (double)date : strtod(s.retry_after.c_str(), nullptr);
+        if (!key.empty()) s.reply = without_key(s.reply, key); // an endpoint may echo it
         sj::Doc doc;
         const bool json = sj::parse(doc, s.reply).empty(), well = o.status / 100 == 2, chat = (bool)s.request;
         const sj::Value list = doc.root()[chat ? "choices" : "data"];
-        if (code == CURLE_OK && well && json && list.is(sj::Array) && (list.size() || !chat)) return o;
+        const bool answer = code == CURLE_OK && well && json && list.is(sj::Array) && (list.size() || !chat);
+        o.empty = answer && chat && is_empty(list[0]);
+        o.cut = answer && chat && list[0]["finish_reason"].str() == "length";
+        if (answer && !o.empty) return o;
         o.fault = code != CURLE_OK ? curl_easy_strerror(code)
                 : !well            ? format("HTTP status %ld", o.status)
+                : o.empty          ? "a reply without content"
                 : chat             ? "a reply that is no chat completion" : "a reply that is no list of models";
-        if (code == CURLE_OK) o.said = words_of(json ? doc.root() : sj::Value(), s.reply);
+        if (code == CURLE_OK && !o.empty) o.said = words_of(json ? doc.root() : sj::Value(), s.reply);
+        if (s.reply.find("context_length_exceeded") != s.reply.npos)
+            o.said += " (datagen chunk --characters N makes shorter prompts, prompt --max-tokens N shorter answers)";
         o.again = code != CURLE_OK || well || o.status == 408 || o.status == 429 || o.status >= 500;
         const double doubled = limits["generate.backoff"] * std::pow(2, (double)s.attempts - 1);
         const std::string who = chat ? s.request->id : "";
         const double jitter = 0.75 + 0.5 * (double)(mix(s.attempts, fnv1a(who)) >> 40) / (1 << 24);
         const double backoff = std::min(doubled, limits["generate.longest_backoff"]) * jitter;
-        o.wait = std::min(std::max(backoff, (double)retry_after), limits["generate.longest_retry_after"]);
+        o.wait = std::min(std::max(backoff, retry_after), limits["generate.longest_retry_after"]);
         return o;
+    }
+
+    // Does a choice say nothing, and would it say more another time? (Not if max_tokens or a filter ended it.)
+    static bool is_empty(sj::Value choice) {
+        const sj::Value message = choice["message"], content = message["content"];
+        const std::string finish = choice["finish_reason"].str();
+        return (!content.is_container() || !content.size()) && trimmed(content.str()).empty() &&
+               !message["tool_calls"].size() && finish != "length" && finish != "content_filter";
     }
 
     static std::string sentence(const Outcome& o) { return o.fault + (o.said.empty() ? "" : ": " + o.said); }
@@ -144,22 +180,27 @@ struct Sender {
         const Outcome o = look_at(s, code);
         curl_multi_remove_handle(multi, s.easy);
         if (o.fault.empty()) {
+            if (s.formless && !formless) say("the endpoint takes no response_format; asking without it");
+            formless |= s.formless;
             journal.add(*s.request, o.status, s.reply);
             s.request.reset();
-            answered++, failures_in_row = 0;
+            answered++, failures_in_row = 0, cut += o.cut, last_answer = seconds();
+            return;
+        }
+        const bool locked = o.status == 401 || o.status == 403 || o.status == 404; // for every request
+        if (o.status / 100 > 2 && !o.again && !locked && !s.formless && s.request->has_form()) {
+            s.formless = true, s.attempts = 0; // perhaps it is that
+            s.wake = seconds();
             return;
         }
         faults[o.fault].first++, faults[o.fault].second = o.said;
-        if (o.status == 400 || o.status == 401 || o.status == 403 || o.status == 404) {
-            fatal = "the endpoint answers " + sentence(o);
-            if (s.reply.find("context_length_exceeded") != s.reply.npos)
-                fatal += " (datagen chunk --characters N makes shorter prompts, prompt --max-tokens N shorter answers)";
-        }
+        if (locked) fatal = "the endpoint answers " + sentence(o);
         if (!o.again || s.attempts > retries) {
             refused.push_back({s.request->place, s.request->number, o.status, sentence(o)});
             s.request.reset();
             failed++;
-            if (++failures_in_row >= give_up && fatal.empty())
+            const bool its_own = !o.again && answered; // the endpoint refuses this request, and not others
+            if (!its_own && ++failures_in_row >= give_up && fatal.empty())
                 fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, sentence(o).c_str());
             return;
         }
@@ -191,6 +232,18 @@ struct Sender {
         DIE("--model NAME is needed: the endpoint has %s", all.empty() ? "no model" : all.c_str());
     }
 
+    // How long it will take, where answers come; how long it has waited, where none does.
+    std::string outlook(double now, double start, size_t total) const {
+        const double rate = (double)answered / (now - start), left = (double)(total - answered - failed);
+        double longest = 0;
+        size_t waiting = 0;
+        for (auto& s : slots)
+            if (s->request) waiting++, longest = std::max(longest, now - s->begun);
+        const bool coming = answered && now - last_answer < std::max(10., 5 / rate);
+        if (coming && left > (double)waiting) return format("%.2f/s, %.0f s left", rate, left / rate);
+        return format("%zu on their way, the longest for %.0f s", waiting, longest);
+    }
+
     // Asks what `next` gives until it gives nothing more. After Ctrl-C answers on their way are still taken.
     template <class F> void run(F next, size_t total) {
         const double start = seconds();
@@ -205,7 +258,7 @@ struct Sender {
             for (auto& s : slots) {
                 if (!s->request && more && !stopping) {
                     s->request = next();
-                    s->attempts = 0, s->wake = now;
+                    s->attempts = 0, s->wake = s->begun = now, s->formless = false;
                     more = (bool)s->request;
                 }
                 if (!s->request || (stopping && s->wake < INFINITY)) continue;
@@ -228,10 +281,9 @@ struct Sender {
                 wake = now;
             }
             if (wake > now) curl_multi_poll(multi, nullptr, 0, std::max(1, (int)(1000 * (wake - now))), nullptr);
-            if (now - told >= (terminal ? 1 : 10)) {
-                const double rate = (double)answered / (now - start), left = (double)(total - answered - failed);
-                fprintf(stderr, "%sanswered %zu of %zu, failed %zu, %.2f/s, %.0f s left   %s", terminal ? "\r" : "",
-                        answered, total, failed, rate, rate > 0 ? left / rate : 0, terminal ? "" : "\n");
+            if (now - told >= (terminal ? 1 : 30)) {
+                fprintf(stderr, "%sanswered %zu of %zu, failed %zu, %s   %s", terminal ? "\r" : "", answered, total,
+                        failed, outlook(now, start, total).c_str(), terminal ? "" : "\n");
                 told = now;
             }
         }
@@ -255,25 +307,56 @@ static void write_refused(const Arguments& a, const Reader& in, const std::vecto
                    a.dropped().c_str()));
 }
 
+// Replies that `collect` could not use and dropped into a file: why, by custom_id, with the reply's row. Those that
+// were answered anew meanwhile are asked no more: the journal holds another reply.
+struct Unusable {
+    struct Reply { std::string why, row; };
+    std::unordered_map<std::string, Reply> replies;
+
+    explicit Unusable(const std::string& path) {
+        if (path.empty()) return;
+        for (Reader in(path); in.next();) {
+            const sj::Value v = in.need(), row = v["row"];
+            const std::string rule = v["rule"].str();
+            if (rule == "reply" || rule == "json" || rule == "status")
+                replies[row["custom_id"].str()] = {v["why"].str(), sj::dump(row)};
+        }
+    }
+    // "": the journal's reply was not dropped.
+    std::string why(const Journal& journal, const Request& r) const {
+        const auto found = replies.find(r.custom_id);
+        if (found == replies.end() || !journal.has(r)) return "";
+        const std::string line = journal.line(r);
+        sj::Doc doc;
+        sj::parse(doc, line);
+        return sj::dump(doc.root()) == found->second.row ? found->second.why : "";
+    }
+};
+
+// The requests of a file: how many there are, and how many are answered.
+static std::pair<size_t, size_t> count_requests(const Arguments& a, const Journal& journal, const Unusable& unusable) {
+    size_t total = 0, there = 0;
+    std::unordered_set<std::string> ids;
+    for (Reader in(a.files[0]); in.next(); total++) {
+        const Request r(in);
+        if (!ids.insert(r.custom_id).second)
+            DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
+        if (a.has("--model") && !r.model.empty() && r.model != a.text("--model"))
+            DIE("%s: asks the model %s, --model says %s", in.where().c_str(), in_quotes(r.model).c_str(),
+                a.text("--model").c_str());
+        there += journal.has(r) && unusable.why(journal, r).empty();
+    }
+    return {total, there};
+}
+
 int run_generate(const Arguments& a) {
     if (a.files[0] == "-") DIE("the requests are read more than once, so they have to be in a file");
     const std::string url = a.need("--url");
     if (url.compare(0, 7, "http://") && url.compare(0, 8, "https://"))
         DIE("--url %s: expected http:// or https://", url.c_str());
     Journal journal(a.text("--journal", a.files[0] + ".journal"));
-    size_t total = 0, there = 0;
-    {
-        std::unordered_set<std::string> ids;
-        for (Reader in(a.files[0]); in.next(); total++) {
-            const Request r(in);
-            if (!ids.insert(r.custom_id).second)
-                DIE("%s: custom_id %s is there twice", in.where().c_str(), r.custom_id.c_str());
-            if (a.has("--model") && !r.model.empty() && r.model != a.text("--model"))
-                DIE("%s: asks the model %s, --model says %s", in.where().c_str(), in_quotes(r.model).c_str(),
-                    a.text("--model").c_str());
-            there += journal.has(r);
-        }
-    }
+    const Unusable unusable(a.text("--again"));
+    const auto [total, there] = count_requests(a, journal, unusable);
     curl_global_init(CURL_GLOBAL_DEFAULT);
     Sender sender(a, journal);
     if (there) say(format("%s: %zu of %zu requests are answered", journal.path.c_str(), there, total));
@@ -282,7 +365,9 @@ int run_generate(const Arguments& a) {
     sender.run([&]() -> std::unique_ptr<Request> {
         while (!interrupted && pending.next()) {
             auto r = std::make_unique<Request>(pending);
-            if (journal.has(*r)) continue;
+            const std::string why = unusable.why(journal, *r);
+            if (journal.has(*r) && why.empty()) continue;
+            if (!why.empty()) r->complain(why);
             if (r->model.empty()) {
                 if (model.empty()) say("asking the only model there: " + in_quotes(model = sender.find_model()));
                 r->set_model(model);
@@ -294,6 +379,9 @@ int run_generate(const Arguments& a) {
     for (auto& [fault, what] : sender.faults)
         say(format("  %6zu times: %s%s%s", what.first, fault.c_str(), what.second.empty() ? "" : ": ",
                    what.second.c_str()));
+    if (sender.cut)
+        say(format("%zu of the new answers were cut off at max_tokens (prompt --max-tokens N gives more room)",
+                   sender.cut));
     write_refused(a, pending, sender.refused);
     const size_t missing = total - there - sender.answered;
     if (missing)

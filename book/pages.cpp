@@ -46,6 +46,60 @@ long page_number(std::string_view line) {
     return sum > 0 ? sum : -1;
 }
 
+static bool ends_sentence(std::string_view text) {
+    const std::u32string all = decode(trimmed(text));
+    return all.empty() || std::u32string_view(U".!?:;。！？：；…”」』）)\"").find(all.back()) != std::u32string_view::npos;
+}
+
+// "第三章", and the like in Chinese; "Chapter 3".
+static bool begins_chapter(std::string_view line) {
+    std::u32string s = decode(trimmed(line).substr(0, 60));
+    if (s.compare(0, 8, U"Chapter ") == 0 || s.compare(0, 8, U"CHAPTER ") == 0) return true;
+    if (s.empty() || s[0] != U'第') return false;
+    const size_t end = s.find_first_not_of(U"0123456789一二三四五六七八九十百零〇两 ", 1);
+    return end != s.npos && end > 1 && std::u32string_view(U"章节節回卷部篇").find(s[end]) != std::u32string_view::npos;
+}
+
+// Numbers on lines by themselves that begin with 1 and never stand within a sentence number chapters, not pages.
+static bool are_chapters(const Lines& lines, const std::vector<size_t>& marks) {
+    if (page_number(lines[marks[0]]) != 1) return false;
+    return std::all_of(marks.begin(), marks.end(), [&](size_t mark) {
+        size_t before = mark, after = mark + 1;
+        while (before > 0 && is_blank_line(lines[before - 1])) before--;
+        while (after < lines.size() && is_blank_line(lines[after])) after++;
+        const bool goes_on = after < lines.size() && trimmed(lines[after])[0] >= 'a' && trimmed(lines[after])[0] <= 'z';
+        return (before == 0 || ends_sentence(lines[before - 1]) || heading_level(lines[before - 1])) && !goes_on;
+    });
+}
+
+// A line of a column of text: some words, and no gap as between a table's cells.
+static bool is_prose(std::u32string_view part) {
+    while (!part.empty() && part.front() == ' ') part.remove_prefix(1);
+    while (!part.empty() && part.back() == ' ') part.remove_suffix(1);
+    const bool cjk = std::count_if(part.begin(), part.end(), [](char32_t c) { return is_cjk(c); }) > 9;
+    const bool words = part.size() > 17 && std::count(part.begin(), part.end(), U' ') > 1;
+    return (cjk || words) && part.find(U"   ") == part.npos;
+}
+
+bool in_columns(std::string_view page) {
+    std::vector<std::u32string> lines;
+    for (auto line : lines_of(page))
+        if (!is_blank_line(line)) lines.push_back(decode(line));
+    // A gutter: a column of blanks, two wide, that most lines keep free between two longer texts.
+    size_t best = 0;
+    for (size_t at = 20; at < 100; at++) {
+        size_t both = 0, across = 0;
+        for (auto& line : lines) {
+            if (line.size() <= at + 1) continue;
+            const std::u32string_view all = line;
+            if (line[at] != ' ' || line[at + 1] != ' ') across++;
+            else both += is_prose(all.substr(0, at)) && is_prose(all.substr(at));
+        }
+        if (across * 5 <= both) best = std::max(best, both);
+    }
+    return best >= 8 && best * 2 >= lines.size();
+}
+
 // Where a text without form feeds shows that it had pages (as Markdown of a PDF does): numbers on lines by themselves
 // that count on, five and more, a page's length from each other. The lines of the longest such count.
 static std::vector<size_t> page_marks(const Lines& lines) {
@@ -65,6 +119,7 @@ static std::vector<size_t> page_marks(const Lines& lines) {
     }
     if (most < 5) return {};
     marks = {marks.begin() + (ptrdiff_t)best, marks.begin() + (ptrdiff_t)(best + most)};
+    if (are_chapters(lines, marks)) return {};
     const size_t between = (size_t)(lines[marks.back()].data() - lines[marks[0]].data()) / (most - 1);
     return between >= 200 && between <= 10000 ? marks : std::vector<size_t>();
 }
@@ -162,7 +217,8 @@ static std::string join_pages(const std::vector<Lines>& pages) {
         text.erase(text.find_last_not_of(" \t\n") + 1);
         const char last = all.empty() ? '.' : all.back(), next = text[text.find_first_not_of(" \t")];
         const bool goes_on = (next >= 'a' && next <= 'z') || ((last & 0x80) && (next & 0x80));
-        all += all.empty() ? "" : goes_on && !strchr(".!?:;", last) ? "\n" : "\n\n";
+        const bool ends = ends_sentence(std::string_view(all).substr(all.rfind('\n') + 1)) || begins_chapter(text);
+        all += all.empty() ? "" : goes_on && !ends ? "\n" : "\n\n";
         all += text;
     }
     return all + "\n";
@@ -199,6 +255,8 @@ struct HyphenJoiner {
         size_t from = left.size(), to = 0;
         while (from > 0 && is_letter(left[from - 1])) from--;
         while (to < right.size() && is_letter(right[to])) to++;
+        const bool digits = !left.empty() && is_digit(left.back()) && !right.empty() && is_digit(right[0]);
+        if (hyphen == '-' && digits && left.find(U' ') != left.npos) return take(line, next, more), true; // "of 15-", "20%": a range
         if (from == left.size() || to == 0 || (right[0] < 0x80 && right[0] < 'a')) return false;
         left.erase(0, from);
         const std::u32string rest = right.substr(0, to);
@@ -206,11 +264,14 @@ struct HyphenJoiner {
         const bool with = pairs.count(pair(left, rest)) && !words.count(word_hash(left + rest));
         const size_t bytes = hyphen == '-' ? 1 : hyphen == 0xAD ? 2 : 3;
         if (hyphen == 0xAD || (left.size() > 1 && !with)) line.erase(line.size() - bytes);
+        return take(line, next, more), true;
+    }
+    // The first word of the next line goes to the end of this one.
+    static void take(std::string& line, std::string& next, std::string_view more) {
         const size_t end = std::min(more.find_first_of(" \t"), more.size());
         line += more.substr(0, end);
         const std::string after(trimmed(more.substr(end)));
         next = after.empty() ? "" : next.substr(0, (size_t)(more.data() - next.data())) + after;
-        return true;
     }
 };
 

@@ -16,6 +16,9 @@ struct CleanText {
     size_t breaks = 0, numbers = 0, heads = 0, hyphens = 0; // what is gone
 };
 
+// Is a page, as pdftotext -layout writes it, in two columns of prose? (A table is not: its cells are short.)
+bool in_columns(std::string_view page);
+
 bool was_pdf(std::string_view book);
 
 // Page breaks, page numbers, running heads and feet, hyphens at line ends and ligatures go.

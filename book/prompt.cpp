@@ -2,10 +2,12 @@
 #include "base/file.h"
 #include "book/characters.h"
 #include "book/report.h"
+#include "book/requests.h"
 #include "book/rows.h"
 #include "model/chat_template.h"
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <map>
 
 namespace book {
@@ -49,7 +51,8 @@ struct Templates {
     // Writes the messages that ask for so many questions about a chunk.
     void ask(sj::Writer& body, const std::string& lang, const std::string& difficulty, size_t count, sj::Value chunk) {
         std::map<std::string, std::string> values = {
-            {"count", std::to_string(count)}, {"chapter", chunk["chapter"].str()}, {"text", chunk["text"].str()}};
+            {"count", std::to_string(count)}, {"s", count == 1 ? "" : "s"},
+            {"chapter", chunk["chapter"].str()}, {"text", chunk["text"].str()}};
         if (examples != "none") values["examples"] = trimmed(file(examples + "/" + lang + "/" + difficulty + ".json"));
         if (!subject.empty()) values["subject"] = subject;
         auto message = [&](const std::string& name) {
@@ -75,6 +78,22 @@ struct Templates {
         return text;
     }
 };
+
+// The reply as a JSON schema, in the words that OpenAI's strict mode takes: its root has to be an object.
+void ask_for_form(sj::Writer& body) {
+    auto object = [&](std::initializer_list<const char*> names) {
+        body.object().field("type", "object").field("additionalProperties", false).key("required").array();
+        for (auto* name : names) body.value(name);
+        body.end().key("properties").object();
+    };
+    body.key("response_format").object().field("type", "json_schema").key("json_schema").object();
+    body.field("name", ANSWER_FORM).field("strict", true).key("schema");
+    object({"questions"});
+    body.key("questions").object().field("type", "array").key("items");
+    object({"question", "answer"});
+    for (auto* name : {"question", "answer"}) body.key(name).object().field("type", "string").end();
+    for (int open = 7; open--;) body.end(); // properties, items, questions, properties, schema, json_schema, format
+}
 
 } // namespace
 
@@ -148,12 +167,14 @@ int run_prompt(const Arguments& a) {
             body.field("temperature", limits["request.temperature"]);
             const size_t room = max_tokens == SIZE_MAX ? count[d] * tokens[d] : max_tokens;
             if (room) body.field("max_tokens", room);
-            body.end();
             most_tokens = std::max(most_tokens, room);
-            // The id says what collect has to know, and a hash of the request, so that another one has another id.
+            // The id says what collect has to know, and a hash of the request, so that another one has another id. (The
+            // form is not in the hash: it asks nothing else.)
             sj::Writer w;
-            w.object().field("custom_id", v["id"].str() + "." + difficulty + "." + hex(fnv1a(body.text)).substr(0, 8));
-            w.field("method", "POST").field("url", "/v1/chat/completions").key("body").text += body.text;
+            const std::string hash = hex(fnv1a(body.text + "}")).substr(0, 8);
+            w.object().field("custom_id", v["id"].str() + "." + difficulty + "." + hash);
+            ask_for_form(body);
+            w.field("method", "POST").field("url", "/v1/chat/completions").key("body").text += body.end().text;
             out.line(w.text + "}");
             requests++;
         }

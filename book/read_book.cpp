@@ -1,11 +1,13 @@
 #include "book/read_book.h"
 #include "base/file.h"
+#include "base/json_lines.h"
 #include "base/options.h"
 #include "book/characters.h"
 #include "book/pages.h"
 #include "book/report.h"
 #include "book/text.h"
 #include "model/utf8.h"
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -67,29 +69,73 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
     return true;
 }
 
-std::string read_book(const std::string& path, const std::string& clean) {
-    const MappedFile file(path);
-    const size_t dot = path.find('.', path.rfind('/') + 1) == path.npos ? path.size() : path.rfind('.');
-    const std::string stem = path.substr(0, dot), word = path[0] == '-' ? "./" + path : path;
-    std::string ending = path.substr(dot), text;
-    for (char& c : ending) c = (char)lower((uint8_t)c);
-    const bool pdf = ending == ".pdf" || file.text().substr(0, 5) == "%PDF-";
-    const bool other = std::set<std::string>{".html", ".htm", ".xhtml", ".docx", ".epub"}.count(ending);
-    if (pdf) {
-        if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
-            DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
-                path.c_str(), path.c_str(), stem.c_str());
-    } else if (other) {
-        if (!output_of(path, {"pandoc", "-t", "gfm", "--wrap=none", word}, text))
-            DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t gfm %s -o %s.md",
-                path.c_str(), path.c_str(), stem.c_str());
-    } else text = file.text();
-    if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
+// A PDF's pages. Those in columns come in the order of reading, as pdftotext finds it; the others as they lie on the
+// page, so that tables stay whole.
+static std::string read_pdf(const std::string& path, const std::string& word, const std::string& stem) {
+    std::string text, ordered;
+    if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
+        DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
+            path.c_str(), path.c_str(), stem.c_str());
+    auto pages_of = [](const std::string& all) {
+        Strings pages(1);
+        for (char c : all)
+            if (c == '\f') pages.emplace_back();
+            else pages.back() += c;
+        return pages;
+    };
+    Strings pages = pages_of(text);
+    if (std::none_of(pages.begin(), pages.end(), in_columns)) return text;
+    output_of(path, {"pdftotext", "-enc", "UTF-8", word, "-"}, ordered);
+    const Strings others = pages_of(ordered);
+    std::string all;
+    size_t turned = 0;
+    for (size_t i = 0; i < pages.size(); i++) {
+        const bool columns = i < others.size() && in_columns(pages[i]);
+        turned += columns;
+        all += (i ? "\f" : "") + (columns ? others[i] : pages[i]);
+    }
+    say(format("%s: %zu of %zu pages are in columns, which are read one after another", path.c_str(), turned,
+               pages.size() - (pages.back().empty() && pages.size() > 1)));
+    return all;
+}
+
+// What pandoc makes Markdown of. Nothing is loaded that the book names, where pandoc has --sandbox (from 2.15 on).
+static std::string read_document(const std::string& path, const std::string& word, const std::string& stem,
+                                 const std::string& filter) {
+    std::string text, help;
+    if (!output_of(path, {"pandoc", "--help"}, help))
+        DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t gfm %s -o %s.md",
+            path.c_str(), path.c_str(), stem.c_str());
+    Strings command = {"pandoc", "-t", "gfm-raw_html", "--wrap=none", "--lua-filter", filter, word};
+    if (help.find("--sandbox") != help.npos) command.insert(command.begin() + 1, "--sandbox");
+    output_of(path, command, text);
+    return text;
+}
+
+static void need_text(const std::string& path, const std::string& text) {
+    for (const std::string begin : {"PK\3\4", "\xD0\xCF\x11\xE0", "{\\rtf"})
+        if (text.compare(0, begin.size(), begin) == 0)
+            DIE("%s: a document of an office program; save it as .docx, .odt, .epub or .html", path.c_str());
+    mark_of(path, text); // of UTF-16
     for (size_t i = 0; i < text.size();) {
         const int k = utf8_length(&text[i], text.size() - i);
         if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);
         i += (size_t)k;
     }
+}
+
+std::string read_book(const std::string& path, const std::string& clean, const std::string& filter) {
+    const MappedFile file(path);
+    const size_t dot = path.find('.', path.rfind('/') + 1) == path.npos ? path.size() : path.rfind('.');
+    const std::string stem = path.substr(0, dot), word = path[0] == '/' ? path : "./" + path; // no option and no URL
+    std::string ending = path.substr(dot), text;
+    for (char& c : ending) c = (char)lower((uint8_t)c);
+    const bool pdf = ending == ".pdf" || file.text().substr(0, 5) == "%PDF-";
+    const bool other = std::set<std::string>{".html", ".htm", ".xhtml", ".docx", ".odt", ".epub"}.count(ending);
+    if (pdf) text = read_pdf(path, word, stem);
+    else text = other ? read_document(path, word, stem, filter) : std::string(file.text());
+    need_text(path, text);
+    if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
     if ((pdf || other) && text.find_first_not_of(" \t\r\n\f") == text.npos)
         DIE("%s: no text in it%s", path.c_str(), pdf ? "; pictures of pages need OCR first" : "");
     if (clean == "no" || (clean == "auto" && !pdf && !was_pdf(text))) return text;

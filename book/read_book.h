@@ -1,10 +1,11 @@
-// book/read_book.h: a book as text: Markdown and plain text as they are, PDF by pdftotext, HTML, DOCX, EPUB by pandoc.
+// book/read_book.h: a book as text: Markdown and plain text as they are, PDF by pdftotext, the others by pandoc.
 #pragma once
 #include <string>
 
 namespace book {
 
-// A book as text: the file's own, or what pdftotext or pandoc make of it. `clean`: auto, yes or no.
-std::string read_book(const std::string& path, const std::string& clean);
+// The text of a book, which is valid UTF-8. clean: auto, yes or no, whether text is cleaned as a PDF's. filter:
+// pandoc's, data/datagen/book.lua.
+std::string read_book(const std::string& path, const std::string& clean, const std::string& filter);
 
 } // namespace book

@@ -5,10 +5,12 @@
 #include "model/utf8.h"
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <utility>
 
 namespace book {
 
@@ -19,18 +21,61 @@ Request::Request(const Reader& in) : place(in.place()), number(in.number) {
     if (custom_id.empty()) DIE("%s: no custom_id", in.where().c_str());
     if (v["method"].str() != "POST" || url[0] != '/' || !v["body"].is(sj::Object))
         DIE("%s: expected a method POST, a url that begins with / and a body", in.where().c_str());
+    const std::string whole = body;
+    if (has_form()) remove_form();
     id = "batch_req_" + hex(fnv1a(url + "\n" + body));
+    body = whole;
+}
+
+// A body with some of its members anew. change(w, key, value): false, and nothing written: as it was.
+template <class F> static std::string rewritten(const std::string& body, const sj::Writer& begun, F change) {
+    sj::Doc doc;
+    sj::parse(doc, body);
+    sj::Writer w = begun;
+    for (auto [key, value] : doc.root().members())
+        if (!change(w, key, value)) w.key(key).value(value);
+    return w.end().text;
 }
 
 void Request::set_model(const std::string& name) {
-    sj::Doc doc;
-    sj::parse(doc, body);
     sj::Writer w;
     w.object().field("model", name);
-    for (auto [key, value] : doc.root().members())
-        if (key != "model") w.key(key).value(value);
-    const std::string text = w.end().text;
-    body = text;
+    body = rewritten(body, w, [](sj::Writer&, const std::string& key, sj::Value) { return key == "model"; });
+}
+
+bool Request::has_form() const {
+    sj::Doc doc;
+    sj::parse(doc, body);
+    return doc.root()["response_format"]["json_schema"]["name"].str() == ANSWER_FORM;
+}
+
+void Request::remove_form() {
+    sj::Writer w;
+    w.object();
+    body = rewritten(body, w, [](sj::Writer&, const std::string& key, sj::Value) { return key == "response_format"; });
+}
+
+void Request::complain(const std::string& why) {
+    sj::Writer w;
+    w.object();
+    body = rewritten(body, w, [&](sj::Writer& w, const std::string& key, sj::Value value) {
+        if (key != "messages" || !value.size()) return false;
+        w.key(key).array();
+        size_t left = value.size();
+        for (sj::Value message : value.items()) {
+            if (--left || !message["content"].is(sj::String)) {
+                w.value(message);
+                continue;
+            }
+            w.object();
+            for (auto [name, text] : message.members())
+                if (name != "content") w.key(name).value(text);
+            w.field("content", message["content"].str() + "\n\nAn earlier reply to this could not be used: " + why +
+                               ". Reply with the JSON only, complete and valid.").end();
+        }
+        w.end();
+        return true;
+    });
 }
 
 Journal::Journal(const std::string& p) : path(p) {
@@ -82,6 +127,50 @@ std::string Journal::line(const Request& r) const {
     if (pread(fd, s.data(), s.size(), (off_t)at.offset) != (ssize_t)s.size())
         DIE("%s: changed meanwhile", path.c_str());
     return s;
+}
+
+// The character that begins at s[at], as JSON (\u0041, also with more backslashes), a URL (%41) or HTML (&#65; &#x41;
+// &amp;) may write it; n: its bytes.
+static int escaped_character(std::string_view s, size_t at, size_t* n) {
+    auto number = [&](size_t from, size_t digits, int base) {
+        const std::string text(s.substr(std::min(from, s.size()), digits));
+        char* end;
+        const long c = strtol(text.c_str(), &end, base);
+        const bool number = !*end && text.find_first_not_of("0123456789abcdefABCDEF") == text.npos;
+        return number && text.size() == digits ? (int)c : -1;
+    };
+    if (s[at] == '%') return *n = 3, number(at + 1, 2, 16);
+    if (s[at] == '\\') {
+        const size_t behind = std::min(s.find_first_not_of('\\', at), s.size());
+        if (behind == s.size()) return -1;
+        if (s[behind] != 'u') return *n = behind + 1 - at, (uint8_t)s[behind];
+        return *n = behind + 5 - at, number(behind + 1, 4, 16);
+    }
+    const std::string_view entity = s.substr(at, 10).substr(0, s.substr(at, 10).find(';'));
+    *n = entity.size() + 1;
+    if (entity.substr(0, 3) == "&#x") return number(at + 3, entity.size() - 3, 16);
+    if (entity.substr(0, 2) == "&#") return number(at + 2, entity.size() - 2, 10);
+    for (auto [name, c] : {std::pair("&amp", '&'), {"&lt", '<'}, {"&gt", '>'}, {"&quot", '"'}, {"&apos", '\''}})
+        if (entity == name) return c;
+    return -1;
+}
+
+std::string without_key(std::string_view text, const std::string& key) {
+    std::string out;
+    for (size_t at = 0; at < text.size();) {
+        size_t end = at, matched = 0;
+        while (matched < key.size() && end < text.size()) {
+            size_t n = 1;
+            const bool may = strchr("\\%&", text[end]);
+            if (!may || escaped_character(text, end, &n) != (uint8_t)key[matched]) n = text[end] == key[matched];
+            if (!n) break;
+            matched++, end += n;
+        }
+        const bool found = !key.empty() && matched == key.size();
+        if (found) out += "***", at = end;
+        else out += text[at++];
+    }
+    return out;
 }
 
 std::string address(std::string endpoint, const std::string& url) {

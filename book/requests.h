@@ -4,10 +4,14 @@
 #include "sj.h"
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <unistd.h>
 #include <unordered_map>
 
 namespace book {
+
+// The name of the JSON schema that `prompt` asks for.
+constexpr const char* ANSWER_FORM = "questions";
 
 // What is asked, as OpenAI's Batch format has it. id names the whole request, not only what its author called it.
 struct Request {
@@ -18,6 +22,12 @@ struct Request {
     explicit Request(const Reader& in);
     // A row without a model asks whatever model there is: its id stays.
     void set_model(const std::string& name);
+    // The form of the answer that `prompt` asks for is a help for the endpoint, and no part of the request: without it
+    // the id is the same.
+    bool has_form() const;
+    void remove_form();
+    // Says after the last message why an earlier reply could not be used.
+    void complain(const std::string& why);
 };
 
 // The answers so far, in OpenAI's Batch output format, each appended and synced as it comes. A line that a kill cut
@@ -43,6 +53,9 @@ struct Journal {
 // Where a request goes: its url after the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
 // or be the whole address of the chat already.
 std::string address(std::string endpoint, const std::string& url);
+
+// A text without a key that may stand in it, however JSON, a URL or HTML escape its characters: *** in its place.
+std::string without_key(std::string_view text, const std::string& key);
 
 // What an endpoint says of a fault: OpenAI's {"error": {"message"}}, or others' {"error": text}, {"message"},
 // {"detail"}; else the beginning of the reply. One line.

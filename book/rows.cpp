@@ -17,11 +17,12 @@ Reader::Reader(const std::string& p) : path(p == "-" ? "standard input" : p) {
     if (S_ISDIR(st.st_mode)) DIE("%s: is a directory", path.c_str());
     regular = S_ISREG(st.st_mode);
     size = regular ? (uint64_t)st.st_size : 0;
-    if (has(2) && !memcmp(&buffer[at], "\xEF\xBB\xBF", 3)) at += 3;
+    has(3);
+    at += mark_of(path, buffer);
     size_t first = 0;
     while (has(first) && is_json_space(buffer[at + first])) first++;
     array = has(first) && buffer[at + first] == '[';
-    if (array) at += first + 1;
+    if (array) lines += (size_t)std::count(&buffer[at], &buffer[at + first], '\n'), at += first + 1;
 }
 
 bool Reader::next_text() {
@@ -114,7 +115,12 @@ bool Reader::find_item() {
         else if (c == ']' || c == '}') depth--;
         if (n > LONGEST) forget(n);
     }
-    if (!has(n)) DIE("%s: the array has no end", path.c_str());
+    size_t blank = 0; // the line of an item is the one that it begins in
+    while (blank < n && is_json_space(buffer[at + blank])) lines += buffer[at + blank++] == '\n';
+    if (!has(n))
+        DIE("%s: line %zu: the array has no end; item %zu, which begins there, is the last", path.c_str(), lines,
+            number + 1);
+    lines += (size_t)std::count(&buffer[at + blank], &buffer[at + n], '\n');
     closed = buffer[at + n] == ']';
     at += n + 1;
     return found(at - n - 1, n);

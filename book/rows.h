@@ -12,8 +12,8 @@ namespace book {
 
 // The rows of a file, one after another: JSONL, or one JSON array, which its first character tells. Blank lines and
 // a byte order mark are passed over. A row that is no JSON is not the end: its `fault` says what is wrong.
-// It shares parse_line with each_json_line (base/json_lines.h), which maps a whole file, takes lines only, refuses an
-// empty file and ends at the first bad row; a Reader also takes pipes, arrays and rows of any size, in little memory.
+// It shares parse_line and mark_of with each_json_line (base/json_lines.h), which maps a whole file, takes lines only,
+// refuses an empty file and ends at the first bad row; a Reader also takes pipes and arrays, in little memory.
 struct Reader {
     static constexpr size_t LONGEST = 64 << 20;
     std::string path;
@@ -51,6 +51,7 @@ struct Reader {
     uint64_t size = 0, base = 0; // of the file (0: not known); file offset of buffer[0]
     std::string buffer;
     size_t at = 0;
+    size_t lines = 1;            // of an array: the line of buffer[at]
     bool regular = false, array = false, closed = false; // closed: its ] was read
 
     // Is there a byte at buffer[at + n]? Reads on if need be.

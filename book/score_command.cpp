@@ -88,7 +88,8 @@ int score_main(int argc, char** argv) {
         const ScoreReference row(references, references.rows[match[i]]);
         const std::string answer = without_thought(score_answer(answers, a, row.answer));
         const Measures& m = table[i][ANSWER];
-        text += format("%8.4f  line %zu%s%s\n", row.choice ? m[CHOICE] : m[ROUGE_L], a.line, by_id ? ", id " : "",
+        text += format("%8.4f  %s%s%s\n", row.choice ? m[CHOICE] : m[ROUGE_L],
+                       a.where.substr(a.where.rfind(": ") + 2).c_str(), by_id ? ", id " : "",
                        by_id ? score_excerpt(a.id, 60).c_str() : "");
         text += "          question   " + score_excerpt(row.question, 160) + "\n";
         text += "          reference  " + score_excerpt(row.answer, 160) + "\n";

@@ -1,22 +1,21 @@
 // book/score_rows.h: the files that `datagen score` compares: answers, references, and which belong together.
 #pragma once
-#include "base/file.h"
 #include "sj.h"
 #include <cstddef>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace book {
 
-// The rows of a JSONL file: where they are, and their ids as JSON ("": none).
+// The rows of a file, lines or one array, and their ids as JSON ("": none).
 struct ScoreFile {
     struct Row {
-        std::string_view text;
-        size_t line;
+        std::string text;
+        size_t line;       // or its place in the array
+        std::string where; // "answers.jsonl: line 3"
         std::string id;
     };
-    MappedFile file;
+    std::string path;
     std::vector<Row> rows;
     bool has_ids = false;
 
@@ -25,8 +24,8 @@ struct ScoreFile {
     sj::Value parse(sj::Doc& doc, const Row& row) const;
 };
 
-// What a row of reference.jsonl asks and what it wants to hear: Alpaca's {instruction, input?, output} or
-// OpenAI's {messages}, the last of which is the reference. It may have `facts`, a list of texts that a right answer
+// The question of a row of reference.jsonl and its answer, which is the reference: Alpaca's, OpenAI's or ShareGPT's row
+// (book/conversations.h). It may have `facts`, a list of texts that a right answer
 // holds, or `choices`, a list, and `choice`, the letter of the right one.
 struct ScoreReference {
     std::string question, answer;

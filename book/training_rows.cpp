@@ -37,24 +37,47 @@ static Words render_row(const Tokenizer& tokenizer, const std::vector<Message>& 
     return row;
 }
 
-static int need_end_of_text(const Tokenizer& tokenizer) {
+// Unless the text itself has it at its end.
+static void add_end_of_text(const Tokenizer& tokenizer, std::vector<int>& ids) {
     const int id = tokenizer.id("<|endoftext|>");
     if (id < 0) DIE("the tokenizer has no <|endoftext|>");
-    return id;
+    if (ids.empty() || ids.back() != id) ids.push_back(id);
 }
 
 static bool thinks(const Message& m) { return !split_thought(m).first.empty(); }
 
-std::vector<Words> render_rows(const Tokenizer& tokenizer, const Conversation& c) {
-    std::vector<Words> rows;
+// The answers that follow a question.
+template <class F> static void each_answer(const Conversation& c, F f) {
     bool asked = false;
     for (size_t i = 0; i < c.messages.size(); i++) {
+        asked |= c.messages[i].role == "user";
+        if (asked && c.messages[i].role == "assistant") f(i);
+    }
+}
+
+size_t count_wordless(const Conversation& c) {
+    size_t n = 0;
+    each_answer(c, [&](size_t i) { n += is_wordless(c.messages[i]); });
+    return n;
+}
+
+bool has_mark(const Tokenizer& tokenizer, std::string_view text) {
+    for (size_t at = 0; (at = text.find("<|", at)) != text.npos; at += 2) {
+        const std::string_view name = text.substr(at, 40); // (no special token's name is longer)
+        const size_t end = name.find("|>");
+        if (end != name.npos && tokenizer.id(std::string(name.substr(0, end + 2))) >= 0) return true;
+    }
+    return false;
+}
+
+std::vector<Words> render_rows(const Tokenizer& tokenizer, const Conversation& c) {
+    std::vector<Words> rows;
+    each_answer(c, [&](size_t i) {
         const Message& m = c.messages[i];
-        asked |= m.role == "user";
-        if (m.role != "assistant" || !asked) continue;
+        if (is_wordless(m)) return;
         rows.push_back(render_row(tokenizer, {c.messages.begin(), c.messages.begin() + (ptrdiff_t)i}, m, c.tools,
                                   thinks(m)));
-    }
+    });
     return rows;
 }
 
@@ -65,10 +88,10 @@ std::vector<Words> render_pair(const Tokenizer& tokenizer, const Preference& p) 
             rows.push_back(render_row(tokenizer, p.prompt, *m, p.tools, thinks(p.chosen) || thinks(p.rejected)));
             continue;
         }
-        std::vector<int> ids = tokenizer.encode(p.prompt[0].content, false);
+        std::vector<int> ids = tokenizer.encode(p.prompt[0].content, true);
         const size_t trained_from = ids.size();
-        tokenizer.encode(ids, m->content, false);
-        ids.push_back(need_end_of_text(tokenizer));
+        tokenizer.encode(ids, m->content, true);
+        add_end_of_text(tokenizer, ids);
         rows.emplace_back(ids.begin(), ids.end());
         for (size_t k = trained_from; k < ids.size(); k++) rows.back()[k] |= TRAIN;
     }
@@ -77,8 +100,8 @@ std::vector<Words> render_pair(const Tokenizer& tokenizer, const Preference& p) 
 }
 
 Words render_text_row(const Tokenizer& tokenizer, const std::string& text) {
-    std::vector<int> ids = tokenizer.encode(text, false);
-    ids.push_back(need_end_of_text(tokenizer));
+    std::vector<int> ids = tokenizer.encode(text, true);
+    add_end_of_text(tokenizer, ids);
     if (ids.size() < 2) DIE("text: empty");
     Words words(ids.begin(), ids.end());
     for (size_t k = 1; k < words.size(); k++) words[k] |= TRAIN;

@@ -83,7 +83,7 @@ struct Unpacker {
 int run_unpack(const Arguments& a) {
     const Tokenizer tokenizer(a.tokenizer());
     const Dataset data(a.files[0]);
-    data.must_match(tokenizer.hash(), template_hash());
+    data.must_match(tokenizer.hash(), template_hash(), "-z names the one that pack had");
     const Unpacker unpacker = {tokenizer};
     Output out(a.output());
     Progress progress;

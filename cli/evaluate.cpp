@@ -127,7 +127,7 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
     const Config& c = model.file.config;
     const MappedFile qa(o.eval);
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
-    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, qa);
+    const std::vector<QuestionRow> rows = read_questions(o, tokenizer, o.eval);
     if (std::none_of(rows.begin(), rows.end(), [&](auto& row) { return row.length() <= (size_t)context; }))
         DIE("%s: every row is longer than the context of %d tokens: nothing to measure (-c sets it)", o.eval.c_str(),
             context);
@@ -174,7 +174,7 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
                 look_up(o, tokenizer, (size_t)context, row);
             } catch (const Error& e) {
                 if (interrupted) break;
-                DIE("%s: line %zu: %s", qa.path.c_str(), row.line, e.what());
+                DIE("%s: %s", row.where.c_str(), e.what());
             }
             const std::string line = evaluate_row(session, tokenizer, how, row, totals.rows, pace);
             if (interrupted) break;

@@ -1,6 +1,5 @@
 // cli/questions.h: the rows of a QA file, ready to be asked.
 #pragma once
-#include "base/file.h"
 #include "cli/options.h"
 #include "model/chat_template.h"
 #include "model/tokenizer.h"
@@ -13,7 +12,7 @@ namespace cli {
 
 // A row of a QA file, ready to be asked. Prompt and answer are tokenized apart, as in training.
 struct QuestionRow {
-    size_t line;                         // of the file
+    std::string where;                   // "qa.jsonl: line 3"
     std::string id, question, reference; // id: JSON, "" if the row has none
     std::vector<Message> messages;       // the question, and what comes before it
     std::vector<std::string> tools;
@@ -23,9 +22,9 @@ struct QuestionRow {
     size_t length() const { return before.size() + trained.size(); }
 };
 
-// Alpaca's {instruction, input?, output, system?, history?} or OpenAI's {messages, tools?}, the last message being
-// the reference. That is plain text: what the assistant thought before it is not scored. Throws Error.
-std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const MappedFile& file);
+// Rows of Alpaca, OpenAI or ShareGPT, as `datagen pack` reads them; the last answer is the reference. That is plain
+// text: what the assistant thought before it is not scored. Throws Error.
+std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const std::string& path);
 
 // What is only done when the row's turn comes: looking it up in documents may take long.
 void look_up(const Options& o, const Tokenizer& tokenizer, size_t context, QuestionRow& row);

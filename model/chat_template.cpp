@@ -194,30 +194,32 @@ ToolCall tool_call_from_json(sj::Value v, const std::string& where) {
     return {call["name"].str(), arguments.is(sj::String) ? arguments.str() : sj::dump(arguments)};
 }
 
+Message message_from_json(sj::Value turn, const std::string& role, sj::Value content, const std::string& where) {
+    auto absent = [](sj::Value v) { return !v || v.is(sj::Null); };
+    Message m{role, ""};
+    const bool assistant = role == "assistant";
+    if (!assistant || !absent(content)) m.content = content_from_json(content, where + ".content");
+    if (!assistant) return m; // the original does not look at the others
+    const sj::Value reasoning = turn["reasoning_content"], calls = turn["tool_calls"];
+    if (!absent(reasoning)) {
+        if (!reasoning.is(sj::String)) DIE("%s.reasoning_content: not a string", where.c_str());
+        m.reasoning = reasoning.str();
+    }
+    if (absent(calls)) return m;
+    if (!calls.is(sj::Array)) DIE("%s.tool_calls: not a list", where.c_str());
+    for (sj::Value call : calls.items())
+        m.tool_calls.push_back(
+            tool_call_from_json(call, where + ".tool_calls[" + std::to_string(m.tool_calls.size()) + "]"));
+    return m;
+}
+
 std::vector<Message> messages_from_json(sj::Value list) {
     if (!list.is(sj::Array)) DIE("messages: not a list");
-    auto absent = [](sj::Value v) { return !v || v.is(sj::Null); };
     std::vector<Message> messages;
     for (sj::Value v : list.items()) {
-        std::string where = "messages[" + std::to_string(messages.size()) + "]";
+        const std::string where = "messages[" + std::to_string(messages.size()) + "]";
         if (!v["role"].is(sj::String)) DIE("%s: no role", where.c_str());
-        Message m{v["role"].str(), ""};
-        sj::Value content = v["content"], reasoning = v["reasoning_content"], calls = v["tool_calls"];
-        bool assistant = m.role == "assistant";
-        if (!assistant) reasoning = calls = {};         // the original does not look at them
-        if (!assistant || !absent(content)) m.content = content_from_json(content, where + ".content");
-        if (!absent(reasoning)) {
-            if (!reasoning.is(sj::String)) DIE("%s.reasoning_content: not a string", where.c_str());
-            m.reasoning = reasoning.str();
-        }
-        if (!absent(calls)) {
-            if (!calls.is(sj::Array)) DIE("%s.tool_calls: not a list", where.c_str());
-            for (sj::Value call : calls.items()) {
-                std::string at = where + ".tool_calls[" + std::to_string(m.tool_calls.size()) + "]";
-                m.tool_calls.push_back(tool_call_from_json(call, at));
-            }
-        }
-        messages.push_back(std::move(m));
+        messages.push_back(message_from_json(v, v["role"].str(), v["content"], where));
     }
     return messages;
 }

@@ -99,6 +99,10 @@ uint64_t template_hash();
 // in it, or the JSON itself.
 ToolCall tool_call_from_json(sj::Value v, const std::string& where);
 
+// A turn whose role was read: its content, and of the assistant's turn `reasoning_content` and `tool_calls`.
+// where: "messages[3]", for the error.
+Message message_from_json(sj::Value turn, const std::string& role, sj::Value content, const std::string& where);
+
 // [{"role", "content", "reasoning_content"?, "tool_calls"?}, ...]; other keys (tool_call_id) are ignored.
 std::vector<Message> messages_from_json(sj::Value list);
 

@@ -66,9 +66,9 @@ Dataset::Dataset(const std::string& path) : file(path) {
             DIE("%s: rows %zu and %zu: %s", path.c_str(), i, i + 1, fault);
 }
 
-void Dataset::must_match(uint64_t tokenizer, uint64_t chat_template) const {
+void Dataset::must_match(uint64_t tokenizer, uint64_t chat_template, const std::string& advice) const {
     if (header.tokenizer != tokenizer)
-        DIE("%s: made with another tokenizer; pack it again with this one", file.path.c_str());
+        DIE("%s: made with another tokenizer; %s", file.path.c_str(), advice.c_str());
     if (header.chat_template != chat_template)
         DIE("%s: made with another chat template; pack it again", file.path.c_str());
 }

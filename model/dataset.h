@@ -72,8 +72,10 @@ struct Dataset {
     DatasetRow row(size_t i) const { return {token + begin[i], token + begin[i + 1]}; }
     uint64_t hash(size_t i) const { return row_hash[i]; }
 
-    // The ids mean nothing to another vocabulary, and rows of another template teach another conversation.
-    void must_match(uint64_t tokenizer, uint64_t chat_template) const;
+    // The ids mean nothing to another vocabulary, and rows of another template teach another conversation. advice: what
+    // to do about the first.
+    void must_match(uint64_t tokenizer, uint64_t chat_template,
+                    const std::string& advice = "pack it again with this one") const;
 
     MappedFile file;
     DatasetHeader header;

@@ -70,7 +70,7 @@ $(T)/double/text.o: qwen3.cu $(PCH)
 $(T)/double.a: $(DOUBLE)
 	@rm -f $@ && ar rcs $@ $^
 $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
-	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(MHD)
+	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
 $(ALONE:%=$(T)/%.o): TESTOPT = $(if $(SANITIZE),-O1,-O2)
 $(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
 	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
@@ -84,7 +84,7 @@ $(T)/test_notes.o: $(BUILD)/notes.cuh
 $(GPU_SUITES:%=$(T)/%.o): $(T)/%.o: tests/gpu/%.cpp $(B)/command
 	$(call CU_OBJECT,-Werror all-warnings -Xcompiler -Werror -I$(BUILD))
 $(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB)
-	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(MHD)
+	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
 # The code in the course's notes.
 $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
 	@mkdir -p $(BUILD)
@@ -134,7 +134,7 @@ $(T)/fuzz/all.cpp: $(FUZZERS:%=tests/fuzz/%.cpp) $(wildcard tests/fuzz/*.h)
 	  printf '#undef %s\n' LLVMFuzzerTestOneInput LLVMFuzzerCustomMutator; done >> $@
 $(T)/fuzz/all: $(T)/fuzz/all.cpp $(LIB)
 	@echo "$(CXX)  $<"
-	$(Q)$(CPP) -fsanitize=fuzzer $< -x none $(LIB) -o $@ $(CURL) $(EDIT)
+	$(Q)$(CPP) -fsanitize=fuzzer $< -x none $(LIB) -o $@ $(CURL) $(CMARK) $(EDIT)
 $(FUZZERS:%=$(T)/fuzz/%): $(T)/fuzz/all
 	@ln -f $< $@
 run-%: $(T)/fuzz/%

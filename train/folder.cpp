@@ -43,11 +43,14 @@ void RunFolder::check() const {
                      exists("model.bin");
     const char* out = o.out.c_str();
     if (old && !o.resume && !o.overwrite)
-        DIE("%s: holds a run; --resume goes on with it, --overwrite replaces it", out);
+        DIE("%s: %s", out, exists("state.safetensors")
+                               ? "holds a run; --resume goes on with it, --overwrite replaces it"
+                               : "holds a run without a checkpoint; --overwrite replaces it");
     const std::string result = o.out + "/model.bin";
     if (o.overwrite && (same_file(o.model, result) || same_file(o.model + "/model.bin", result)))
         DIE("%s: --overwrite would remove the model that is to be trained", out);
-    if (o.resume && !exists("state.safetensors")) DIE("%s: no run to resume: it has no state.safetensors", out);
+    if (o.resume && !exists("state.safetensors"))
+        DIE("%s: no run to resume: it has no state.safetensors; --overwrite begins anew", out);
 }
 
 // The process that an OutputFile's temporary name ends in, if it is one of the run's files; 0: it is none.

@@ -96,11 +96,11 @@ template <class T> size_t Trainer<T>::weight(const Dataset& from, const std::vec
 // ---- Steps
 
 // The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and
-// its linear and constant siblings have it.
+// its linear and constant siblings have it, except that a run of one step is no warm-up: its rate would be 0.
 static double schedule(const TrainOptions& o, int64_t k, int64_t steps) {
     const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
-    if (k < warm) return (double)k / (double)warm;
-    const double done = (double)(k - warm) / (double)std::max<int64_t>(1, steps - warm);
+    if (k < warm && steps > 1) return (double)k / (double)warm;
+    const double done = (double)std::max<int64_t>(0, k - warm) / (double)std::max<int64_t>(1, steps - warm);
     if (o.schedule == "linear") return 1 - done;
     return o.schedule == "cosine" ? 0.5 * (1 + std::cos(M_PI * done)) : 1;
 }

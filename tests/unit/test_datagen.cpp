@@ -4,6 +4,7 @@
 #include "book/collect.h"
 #include "book/conversations.h"
 #include "book/leakage.h"
+#include "book/markdown.h"
 #include "book/minhash.h"
 #include "book/pages.h"
 #include "book/patterns.h"
@@ -22,11 +23,13 @@
 #include "tests/http.h"
 #include "tests/process.h"
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <random>
 #include <thread>
 
 using namespace book;
+using namespace std::literals;
 
 static const char* PROGRAM = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
 static const std::string BOOK = "tests/fixtures/book.md";
@@ -271,6 +274,56 @@ TEST_CASE("chunks of the book: fences whole, headings where they belong, overlap
     CHECK(chapter_at("The order of floating") == "Reductions and scans > Setext headings");
 }
 
+// The headings of a text that chapters are made of: "1 Title", "2 Title".
+static Strings headings_of(const std::string& text) {
+    std::vector<std::string_view> parts;
+    for (size_t at = 0; at < text.size(); at += parts.back().size())
+        parts.push_back(std::string_view(text).substr(at, std::min(text.find('\n', at), text.size() - 1) + 1 - at));
+    Strings all;
+    for (auto& b : markdown_blocks(parts)) {
+        if (b.kind != MarkdownBlock::HEADING) continue;
+        const auto chunks = cut_chunks(text.substr((size_t)(parts[b.line].data() - text.data())), sizes_of(1 << 20, 0)); // it is the first there
+        all.push_back(std::to_string(b.level) + " " + chunks.at(0).chapter.substr(0, chunks[0].chapter.find(" > ")));
+    }
+    return all;
+}
+
+TEST_CASE("Markdown: what is a heading is CommonMark's to say (libcmark)") {
+    const struct { std::string text; Strings headings; } both[] = { // with libcmark and without
+        {"# x", {"1 x"}}, {"###### x ##", {"6 x"}}, {"#\tx", {"1 x"}}, {"  # x\n", {"1 x"}}, {"#x\n\n####### x\n\n\\# x\n", {}}, {"a\n===\n\nb\n---\n", {"1 a", "2 b"}}, {"a\n\n---\n", {}},
+        {"```\n# x\n```\n# y", {"1 y"}}, {"~~~ c\n# x\n~~~\n# y", {"1 y"}}, {"````\n```\n# x\n````\n# y\n", {"1 y"}}, {"```c\nint x;\n\n# y\n", {"1 y"}}, {"> # x\n\n# y", {"1 y"}}, {"# a\r\n\r\nb\r\n===\r\n", {"1 a", "1 b"}},
+        {"text\n# x\ntext", {"1 x"}}};
+    const struct { std::string text; Strings headings; } odd[] = {
+        {"<!--\n# x\n\n# z\n-->\n\n# y\n", {"1 y"}}, {"<pre>\n# x\n\n# z\n</pre>\n\n# y\n", {"1 y"}}, {"<script>\n# x\n</script>\n# y\n", {"1 y"}}, {"<div>\n# x\n</div>\n\n# y\n", {"1 y"}}, {"<div>\n\n# x\n\n</div>\n", {"1 x"}},
+        {"- ```\n  # x\n  ```\n\n# y\n", {"1 y"}}, {"1. ~~~\n   # x\n   ~~~\n\n# y\n", {"1 y"}}, {"> ```\n> # x\n> ```\n\n# y\n", {"1 y"}}, {"- a\n\n  ```\n  # x\n  ```\n", {}}, {"- # x\n\n# y\n", {"1 y"}},
+        {"- a\n---\n", {}}, {"* a\n* b\n---\n# y\n", {"1 y"}}, {"1. a\n---\n", {}}, {"10) a\n---\n", {}}, {"> a\n---\n", {}}, {"> a\n> ---\n", {}}, {"    code\n---\n", {}}, {"\tcode\n---\n", {}}, {"    # x\n", {}},
+        {"a\nb\n===\n", {"1 a b"}}, {"a\nb\nc\n---\n", {"2 a b c"}}, {"a\n=\n", {"1 a"}}, {"a\n-\n", {"2 a"}}, {"a\n  ==  \n", {"1 a"}}, {"a\n= =\n", {}}, {"# x\n---\n", {"1 x"}}, {"a\n\n===\n", {}}, {"***\n---\n", {}},
+        {"`a\n# x`\n", {"1 x`"}}, {"[a]: /b\n# x\n", {"1 x"}}, {"a\n    # x\n", {}}, {"| a |\n|---|\n# y\n", {"1 y"}}, {"- a\n  ===\n", {}}, {"-\n---\n", {}}, {"a\r# x\rb\n", {}}};
+    for (auto& c : both) {
+        INFO(c.text);
+        CHECK(headings_of(c.text) == c.headings);
+    }
+    if (!markdown_is_commonmark()) {
+        printf("skipped: headings of odd Markdown: this build has no libcmark\n");
+        return;
+    }
+    // Each in each other's neighbourhood: 35 x 35 documents.
+    for (auto& a : odd)
+        for (auto& b : odd) {
+            const std::string text = a.text + "\n\n# between\n\n" + b.text;
+            if (a.text.find('<') == 0 && a.text.find("</") == a.text.npos && a.text.find("-->") == a.text.npos) continue;
+            Strings wanted = a.headings;
+            wanted.push_back("1 between");
+            wanted.insert(wanted.end(), b.headings.begin(), b.headings.end());
+            INFO(text);
+            CHECK(headings_of(text) == wanted);
+            check_chunks(text, sizes_of(60, 10));
+        }
+    // A fence in a list stays whole, and is no place to cut.
+    const std::string fenced = "- item\n\n  ```c\n  int first;\n\n  # not a chapter\n  int last;\n  ```\n\n- next\n";
+    for (auto& c : check_chunks(fenced, sizes_of(50, 0))) CHECK((fenced.substr(c.body, c.end - c.body).find("first") == std::string::npos) == (fenced.substr(c.body, c.end - c.body).find("last") == std::string::npos));
+}
+
 TEST_CASE("a fence that nothing closes is text, and headings after it are headings") {
     const std::string book = "# A\n\n" + std::string(300, 'a') + "\n```c\nint x;\n\n# B\n\n" + std::string(300, 'b') + "\n";
     const auto chunks = check_chunks(book, sizes_of(320, 0));
@@ -358,7 +411,7 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
         check_refusal(r, "datagen", "poppler-utils");
         CHECK(r.err.find("pdftotext -layout " + path + " " + stem + ".txt\n") != std::string::npos);
     }
-    for (std::string ending : {"html", "htm", "xhtml", "docx", "epub"}) {
+    for (std::string ending : {"html", "htm", "xhtml", "docx", "odt", "epub"}) {
         write_file(scratch / "b." + ending, "PK");
         const Result r = datagen_with(scratch, {}, {"chunk", scratch / "b." + ending});
         check_refusal(r, "datagen", "pandoc -t gfm " + (scratch / "b." + ending) + " -o " + (scratch / "b.md"));
@@ -373,7 +426,21 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
     };
     CHECK(text(pdf) == "-layout|-enc|UTF-8|" + pdf + "|-| read the words of this.\n");
     CHECK(text(unnamed) == "-layout|-enc|UTF-8|" + unnamed + "|-| read the words of this.\n");
-    CHECK(text(html) == "-t|gfm|--wrap=none|" + html + "| read the words of this.\n");
+    const std::string filter = "-t|gfm-raw_html|--wrap=none|--lua-filter|data/datagen/book.lua|";
+    CHECK(text(html) == filter + html + "| read the words of this.\n");
+    write_file(scratch / "b.ODT", "PK");
+    CHECK(text(scratch / "b.ODT") == filter + scratch / "b.ODT" + "| read the words of this.\n");
+    // Where pandoc has a sandbox it is in it. A file's name is a file's, whatever it looks like.
+    const std::string boxed = "case $1 in --help) echo ' --sandbox[=true|false]';; *) " + words + ";; esac";
+    for (std::string name : {"http:b.html", "-o.html"}) {
+        write_file(name, "<p>");
+        const std::string given = (name[0] == '-' ? "./" : "") + name;
+        const Result r = datagen_with(scratch, {{"pandoc", boxed}}, {"chunk", given});
+        fs::remove(name);
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        CHECK(Json(lines(r.out)[0])["text"].str() == "--sandbox|" + filter + "./" + given + "| read the words of this.\n");
+    }
     // What they say when they fail is shown.
     const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; echo 'Incorrect \033[1mpassword' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
     CHECK(bad.status == 1);
@@ -382,6 +449,97 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
     CHECK(datagen_with(scratch, {{"pdftotext", "kill -9 $$"}}, {"chunk", pdf}).err.find("ended by signal 9") != std::string::npos);
     check_refusal(datagen_with(scratch, {{"pdftotext", "printf '\\f\\f'"}}, {"chunk", pdf}), "datagen", "OCR");
     check_refusal(datagen_with(scratch, {{"pandoc", "printf 'a\\377'"}}, {"chunk", html}), "datagen", "byte 1");
+}
+
+TEST_CASE("chunk: an office program's document and UTF-16 are named as such") {
+    Scratch scratch;
+    for (auto [bytes, word] : {std::pair("PK\3\4\24"s, "save it as .docx, .odt, .epub or .html"), {"\xD0\xCF\x11\xE0\xA1"s, "save it as .docx"}, {"{\\rtf1 x}"s, "save it as .docx"}, {"\xFF\xFEh\0"s, "UTF-16; convert it first"}, {"h\0e\0l\0"s, "UTF-16LE"}}) {
+        write_file(scratch / "book.doc", bytes);
+        check_refused({"chunk", scratch / "book.doc"}, word);
+    }
+}
+
+// A page of layout lines: two texts side by side.
+static std::string beside(const Strings& left, const Strings& right) {
+    std::string page;
+    for (size_t i = 0; i < std::max(left.size(), right.size()); i++) {
+        std::string line = i < left.size() ? left[i] : "";
+        line.resize(std::max<size_t>(line.size(), 52), ' ');
+        page += (i < right.size() ? line + right[i] : i < left.size() ? left[i] : "") + "\n";
+    }
+    return page;
+}
+
+TEST_CASE("chunk: pages in two columns are read one column after another; tables stay as they lie") {
+    Strings left, right, cells, notes;
+    for (int i = 0; i < 20; i++) {
+        left.push_back(format("the left column says number %d in words", i));
+        right.push_back(format("and the right one goes on with line %d", i));
+        cells.push_back(format("Port %-10d%d m%12s%d", i, 3 * i, "open      ", 10 * i));
+        notes.push_back(format("Term %d", i));
+    }
+    const std::string two = beside(left, right), table = beside(cells, {}), listed = beside(notes, right);
+    CHECK(in_columns(two));
+    CHECK(in_columns("  A title that goes over both of the columns of the page, as titles do\n\n" + two));
+    CHECK(!in_columns(table));
+    CHECK(!in_columns(beside(cells, cells)));
+    CHECK(!in_columns(listed)); // terms beside their explanations belong together
+    CHECK(!in_columns(beside(left, {})));
+    CHECK(!in_columns(two.substr(0, two.find("number 5")))); // too few lines to tell
+    CHECK(!in_columns(""));
+    Scratch scratch;
+    write_file(scratch / "b.pdf", "%PDF-1.7");
+    write_file(scratch / "layout", two + "\f" + table + "\f");
+    write_file(scratch / "ordered", "LEFT then RIGHT.\n\fcells\none\nby\none\n\f");
+    const std::string tool = "case $1 in -layout) cat " + scratch / "layout" + ";; *) cat " + scratch / "ordered" + ";; esac";
+    const Result r = datagen_with(scratch, {{"pdftotext", "PATH=/usr/bin:/bin\n" + tool}}, {"chunk", scratch / "b.pdf", "--overlap", "0"});
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    const std::string text = Json(lines(r.out)[0])["text"].str();
+    CHECK(text.find("LEFT then RIGHT.") == 0);
+    CHECK(text.find("left column") == std::string::npos);
+    CHECK(text.find(trimmed(cells[7])) != std::string::npos);
+    CHECK(r.err.find("1 of 2 pages are in columns") != std::string::npos);
+}
+
+TEST_CASE("chunk: a book of HTML without what is only the web page's (pandoc)") {
+    Scratch scratch;
+    if (Process("/usr/bin/env", {"pandoc", "--version"}).wait().status != 0) {
+        printf("skipped: chunk by pandoc: it is not installed\n");
+        return;
+    }
+    std::atomic<int> fetched{0};
+    Listener server([&](int) { fetched++; });
+    write_file(scratch / "b.html", format(R"x(<html><body><nav><ul><li><a href="/a">Home</a></li><li><a href="/b">About us</a></li></ul></nav>
+<div id="x"><h1><span>1</span> The moon<sup><a href="#n1">1</a></sup></h1><p>The <span class="c">moon</span> pulls H<sub>2</sub>O: see <a href="javascript:x()">this</a>.<sup><a href="#n1">2</a></sup></p>
+<iframe src="http://127.0.0.1:%d/x"></iframe><img src="http://127.0.0.1:%d/y.png"><table><tr><th>a</th><th>b</th></tr><tr><td>1<br>2</td><td><p>3</p><p>4</p></td></tr></table></div></body></html>)x", server.port, server.port));
+    const Result r = good({"chunk", scratch / "b.html"});
+    const Json chunk(lines(r.out)[0]);
+    INFO(chunk.text);
+    CHECK(chunk["chapter"].str() == "1 The moon");
+    const std::string text = chunk["text"].str();
+    CHECK(text.find("# 1 The moon\n\nThe moon pulls H₂O: see this.\n") == 0);
+    CHECK(text.find("| 1 2 | 3 4 |") != std::string::npos);
+    for (const char* gone : {"<", "](", "javascript", "Home", "127.0.0.1", "TABLE"}) CHECK(text.find(gone) == std::string::npos);
+    CHECK(fetched == 0);
+}
+
+TEST_CASE("numbered chapters on lines of their own are no page numbers; 第二章 stays a line of its own") {
+    auto book = [&](const char* end) {
+        std::string all;
+        for (int i = 1; i <= 8; i++) {
+            all += std::to_string(i) + "\n\n";
+            for (int k = 0; k < 12; k++) all += "The tide turns twice a day, and the harbour follows it without a word from anyone, as it did before.\n\n";
+            all.erase(all.size() - 3), all += end + "\n\n"s;
+        }
+        return all;
+    };
+    CHECK(!was_pdf(book(".")));
+    CHECK(was_pdf(book(" and")));                         // within a sentence
+    CHECK(was_pdf(book(".").substr(book(".").find("\n2\n")))); // (page numbers begin anywhere)
+    const std::string cut = "第一章\n\n潮汐一日两次。\n\f第二章\n\n港口随之而动\n\f没有一句怨言。\n\f第三章 月亮\n\n月亮牵引着海\n\f第四章\n\n完。\n";
+    CHECK(clean_pages(cut).text == "第一章\n\n潮汐一日两次。\n\n第二章\n\n港口随之而动\n没有一句怨言。\n\n第三章 月亮\n\n月亮牵引着海\n\n第四章\n\n完。\n");
+    CHECK(clean_pages("a share of 15-\n20% of it, and of 3-\nfold\n").text == "a share of 15-20%\nof it, and of 3-\nfold\n");
 }
 
 static const std::string SENTENCE = "The tide turns twice a day, and the harbour follows it without a word of complaint from anyone.";
@@ -499,6 +657,7 @@ TEST_CASE("prompt: the subject, examples, the model and max_tokens") {
         CHECK(!Json(plain[i])["body"]["model"]);
         CHECK(part(plain[i], 0).find("about the subject of the source text,") != std::string::npos);
         CHECK(part(plain[i], 1).find("{{") == std::string::npos);
+        CHECK(part(plain[i], 1).find(i < 2 ? " questions: each" : "Write 1 **hard** question: each") != std::string::npos);
     }
     CHECK(part(plain[0], 1).find("hydration of a dough") != std::string::npos);
     const Strings other = ask({"--subject", "{{count}} harbours", "--model", "m", "--max-tokens", "77", "--examples", "data/course/examples"});
@@ -738,9 +897,9 @@ TEST_CASE("end to end: an endpoint that fails, stalls, answers 429 and sends gar
     good({"collect", p.responses, "--chunks", p.chunks, "-o", qa});
     const size_t tenth = count / 10;
     auto aside = rules(p.responses + ".dropped");
-    CHECK(aside["json"] >= 3 * tenth); // prose around it, cut off, no list
-    CHECK(aside["item"] >= 3 * tenth); // three bad items in each
-    CHECK(aside.size() == 2);
+    CHECK(aside["json"] >= tenth); // no good item. (Prose around a list, an end that is missing, one object: all are read)
+    CHECK(aside["json"] <= tenth + 1);
+    CHECK(aside.size() == 1);
     const Strings ids = column(qa, "id");
     CHECK(ids.size() > count / 2);
     CHECK(std::set<std::string>(ids.begin(), ids.end()).size() == ids.size());
@@ -882,10 +1041,10 @@ TEST_CASE("generate: what cannot be had is said, and the exit status is not 0") 
     refused(p.generate(e), "line 1");
 }
 
-TEST_CASE("generate: 400, 401, 403 and 404 end the run with the endpoint's words; other refusals are kept with theirs") {
+TEST_CASE("generate: 401, 403 and 404 end the run with the endpoint's words; other refusals are kept with theirs") {
     const Pipeline p;
     const size_t count = lines(read_file(p.requests)).size();
-    for (int status : {400, 401, 403, 404}) {
+    for (int status : {401, 403, 404}) {
         Endpoint e;
         e.refusal = status, e.words = R"({"error": {"message": "not with\u001b me", "code": "context_length_exceeded"}})";
         const Result r = datagen(p.generate(e));
@@ -897,7 +1056,7 @@ TEST_CASE("generate: 400, 401, 403 and 404 end the run with the endpoint's words
         CHECK(!fs::exists(p.responses));
         const Strings why = column(p.requests + ".dropped", "why");
         CHECK(why.size() == e.seen.size());
-        for (auto& w : why) CHECK(w == format("HTTP status %d: not with  me", status));
+        for (auto& w : why) CHECK(w.find(format("HTTP status %d: not with  me (datagen chunk", status)) == 0);
         CHECK(rules(p.requests + ".dropped") == std::map<std::string, size_t>{{format("status %d", status), why.size()}});
     }
     {
@@ -907,7 +1066,7 @@ TEST_CASE("generate: 400, 401, 403 and 404 end the run with the endpoint's words
         all[5] = data_with(p.scratch, {{"generate.give_up", "1000"}});
         const Result r = datagen(all);
         CHECK(r.status == 1);
-        CHECK(e.seen.size() == count);
+        CHECK(e.seen.size() == 2 * count); // with the form of the answer, and without
         for (auto& [body, s] : e.seen) CHECK(s.asked == 1);
         CHECK(r.err.find(format("%zu requests were refused or failed for good: %s.dropped", count, p.requests.c_str())) != std::string::npos);
         Strings rows;
@@ -967,6 +1126,209 @@ TEST_CASE("generate: without a model it takes the endpoint's only one; the URL w
     check_refused(elsewhere, "HTTP status 404: Not Found");
 }
 
+namespace {
+// An endpoint that a test writes: from a request's body and how often that was asked to the whole answer.
+struct Written {
+    std::function<std::string(const std::string& body, size_t asked)> say;
+    std::mutex mutex;
+    std::map<std::string, size_t> asked;
+    Listener listener{[this](int peer) {
+        std::string in, header, body;
+        while (listener.request(peer, in, header, body)) {
+            std::string answer;
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                const size_t n = asked[body]++;
+                answer = say(body, n);
+            }
+            CHECK(::send(peer, answer.data(), answer.size(), MSG_NOSIGNAL) == (ssize_t)answer.size());
+        }
+    }};
+    std::string url() const { return format("http://127.0.0.1:%d/v1", listener.port); }
+    size_t all() {
+        size_t n = 0;
+        for (auto& [body, times] : asked) n += times;
+        return n;
+    }
+};
+} // namespace
+static std::string http(int status, const std::string& body, const std::string& headers = "") {
+    return format("HTTP/1.1 %d X\r\n%sContent-Length: %zu\r\n\r\n", status, headers.c_str(), body.size()) + body;
+}
+static std::string completion(const std::string& content, const char* finish = "stop") {
+    sj::Writer w;
+    w.object().key("choices").array().object().key("message").object().field("role", "assistant").field("content", content).end();
+    return http(200, w.field("finish_reason", finish).end().end().end().text);
+}
+// n requests as `prompt` writes them, and one chunk.
+static Strings few_requests(const Scratch& scratch, size_t n, const std::string& url, const Strings& more = {}) {
+    sj::Writer w;
+    w.object().field("id", "c1").field("source", "b.md").field("chapter", "C").field("lang", "en").field("text", "x").end();
+    std::string all;
+    for (size_t i = 0; i < n; i++) all += format(R"({"custom_id": "c1.easy.%02zu", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": [{"role": "user", "content": "Q%zu"}], "response_format": {"type": "json_schema", "json_schema": {"name": "questions", "schema": {}}}}})", i, i) + "\n";
+    write_file(scratch / "requests", all);
+    write_file(scratch / "chunks", w.text + "\n");
+    Strings ask = {"generate", scratch / "requests", "--url", url, "--data", data_with(scratch, {{"generate.backoff", "0.02"}}), "--parallel", "2", "-o", scratch / "responses"};
+    ask.insert(ask.end(), more.begin(), more.end());
+    return ask;
+}
+static std::string asked_of(const std::string& body) {
+    const Json json(body);
+    return json["messages"][0]["content"].str();
+}
+
+TEST_CASE("a reply without a question is asked again with the reason, until it has one, and then no more") {
+    Scratch scratch;
+    Written e;
+    const std::string good_reply = R"([{"question": "q", "answer": "a"}])";
+    e.say = [&](const std::string& body, size_t) {
+        const std::string q = asked_of(body);
+        if (q.find("Q1") == 0 && q.find("no list in it") == q.npos) return completion("I cannot do that.");
+        if (q.find("Q2") == 0) return completion("[{\"question\": \"half", "length");
+        return completion(good_reply);
+    };
+    const Strings ask = few_requests(scratch, 4, e.url());
+    const Strings collect = {"collect", scratch / "responses", "--chunks", scratch / "chunks", "-o", scratch / "qa"};
+    const Result first = good(ask);
+    CHECK(first.err.find("1 of the new answers were cut off at max_tokens") != std::string::npos);
+    const Result r = good(collect);
+    INFO(r.err);
+    CHECK(column(scratch / "qa", "id") == Strings{"c1.easy.00.1", "c1.easy.03.1"});
+    CHECK(r.err.find("2 of 4 replies have no question that can be used; this asks them again:\n  datagen generate REQUESTS --url URL --again " + scratch / "responses.dropped") != std::string::npos);
+    CHECK(r.err.find("1 of 4 replies were cut off") != std::string::npos);
+    CHECK(column(scratch / "responses.dropped", "why") == Strings{"no list in it", "cut off at max_tokens: no whole question in it"});
+    good(ask);
+    CHECK(e.all() == 4);
+    Strings again = ask;
+    again.insert(again.end(), {"--again", scratch / "responses.dropped"});
+    good(again);
+    CHECK(e.all() == 6);
+    good(collect);
+    CHECK(column(scratch / "qa", "id") == Strings{"c1.easy.00.1", "c1.easy.01.1", "c1.easy.03.1"});
+    CHECK(lines(read_file(scratch / "responses")).size() == 4);
+    // What was dropped first and was answered meanwhile is not asked again; the other is, with what is wrong now.
+    good(again);
+    CHECK(e.all() == 7);
+    good(ask);
+    CHECK(e.all() == 7);
+}
+
+TEST_CASE("generate: empty content is asked again by itself; what max_tokens or a filter ended is not") {
+    Scratch scratch;
+    Written e;
+    e.say = [&](const std::string& body, size_t asked) {
+        const std::string q = asked_of(body);
+        if (q == "Q0" && asked < 2) return completion(asked ? " \n" : "");
+        if (q == "Q1") return completion("", "length");
+        if (q == "Q2") return completion("", "content_filter");
+        return completion("x");
+    };
+    const Result r = good(few_requests(scratch, 4, e.url()));
+    INFO(r.err);
+    CHECK(e.all() == 6);
+    CHECK(r.err.find("2 times: a reply without content\n") != std::string::npos);
+}
+
+TEST_CASE("generate: a prompt that is refused goes aside and the others are asked; the form goes where it is refused") {
+    Scratch scratch;
+    {
+        Written e; // refuses more in a row than generate.give_up, but has answered
+        e.say = [&](const std::string& body, size_t) {
+            const size_t n = std::stoul(asked_of(body).substr(1));
+            return n > 2 && n < 28 ? http(400, R"({"error": {"code": "data_inspection_failed", "message": "Input data may contain inappropriate content."}})") : completion("x");
+        };
+        const Result r = datagen(few_requests(scratch, 30, e.url()));
+        INFO(r.err);
+        CHECK(r.status == 1);
+        CHECK(lines(read_file(scratch / "responses")).size() == 5);
+        CHECK(column(scratch / "requests.dropped", "why") == Strings(25, "HTTP status 400: Input data may contain inappropriate content."));
+        CHECK(r.err.find("takes no response_format") == std::string::npos);
+    }
+    fs::remove(scratch / "requests.journal");
+    Written old; // knows no response_format
+    old.say = [&](const std::string& body, size_t) {
+        return body.find("response_format") != body.npos ? http(400, R"({"error": {"message": "response_format is not supported"}})") : completion("x");
+    };
+    const Result r = good(few_requests(scratch, 8, old.url()));
+    INFO(r.err);
+    CHECK(r.err.find("the endpoint takes no response_format; asking without it\n") != std::string::npos);
+    CHECK(old.all() <= 8 + 3);
+    CHECK(read_file(scratch / "requests.dropped") == "");
+    // One that refuses everything ends the run after some.
+    fs::remove(scratch / "requests.journal");
+    Written none;
+    none.say = [&](const std::string&, size_t) { return http(400, "no such model"); };
+    const Result all = datagen(few_requests(scratch, 30, none.url()));
+    CHECK(all.status == 1);
+    CHECK(all.err.find("10 requests in a row failed, the last with: HTTP status 400: no such model\n") != std::string::npos);
+}
+
+TEST_CASE("the form that prompt asks for is a schema, and no part of what is asked") {
+    const Pipeline p;
+    const Json row(lines(read_file(p.requests))[0]);
+    const sj::Value schema = row["body"]["response_format"]["json_schema"]["schema"];
+    CHECK(schema["type"].str() == "object");
+    CHECK(schema["properties"]["questions"]["items"]["required"].size() == 2);
+    CHECK(schema["properties"]["questions"]["items"]["properties"]["answer"]["type"].str() == "string");
+    Reader in(p.requests);
+    REQUIRE(in.next());
+    Request with(in), without(in);
+    REQUIRE(with.has_form());
+    without.remove_form();
+    CHECK(!without.has_form());
+    write_file(p.scratch / "bare", "{\"custom_id\": \"c\", \"method\": \"POST\", \"url\": \"/v1/chat/completions\", \"body\": " + without.body + "}\n");
+    Reader bare(p.scratch / "bare");
+    REQUIRE(bare.next());
+    CHECK(Request(bare).id == with.id);
+}
+
+TEST_CASE("generate: Retry-After in fractions; a file gets a line every 30 s at most") {
+    Scratch scratch;
+    Written e;
+    std::vector<double> waits;
+    double last = 0;
+    const char* headers[] = {"Retry-After: 0.4\r\n", "retry-after-ms: 300\r\n", "Retry-After: 1\r\n"};
+    e.say = [&](const std::string&, size_t asked) {
+        if (asked) waits.push_back(seconds() - last);
+        last = seconds();
+        return asked < 3 ? http(429, "{}", headers[asked]) : completion("x");
+    };
+    const Result r = good(few_requests(scratch, 1, e.url()));
+    REQUIRE(waits.size() == 3);
+    CHECK(waits[0] >= 0.39);
+    CHECK(waits[0] < 0.95);
+    CHECK(waits[1] >= 0.29);
+    CHECK(waits[1] < 0.95);
+    CHECK(waits[2] >= 0.99);
+    CHECK(r.err.find("s left") == std::string::npos);
+}
+
+TEST_CASE("a key is found in a text however its characters are escaped") {
+    const std::string key = "sk-a/b\"c&d";
+    for (const char* text : {"sk-a/b\"c&d", R"(sk-a\/b\"c&d)", R"(\u0073k\u002Da/b\u0022c\u0026d)", R"(\\u0073k-a\\\/b\\\"c\\u0026d)", "sk%2Da%2fb%22c%26d", "sk&#45;a&#x2F;b&quot;c&amp;d", "&#115;&#x6b;-a/b&#34;c&#38;d"}) {
+        INFO(text);
+        CHECK(without_key(text, key) == "***");
+        CHECK(without_key("{" + std::string(text) + text + "}", key) == "{******}");
+        CHECK(without_key(std::string(text).substr(0, strlen(text) - 1), key).find("***") == std::string::npos);
+    }
+    CHECK(without_key("sk-a/b", "") == "sk-a/b");
+    CHECK(without_key("\\", "k") == "\\");
+    CHECK(without_key("%&\\u&#;&#x;%6", "key") == "%&\\u&#;&#x;%6");
+    Scratch scratch;
+    Written e;
+    e.say = [&](const std::string& body, size_t asked) {
+        if (!asked && asked_of(body) == "Q0") return http(500, R"({"error": {"message": "bad key \u0073ecret%2Dkey"}})");
+        return http(200, R"({"echo": "\u0073ecret\u002dkey", "choices": [{"message": {"content": "s\u0065cret-key"}}]})");
+    };
+    setenv("DATAGEN_TEST_KEY", "secret-key", 1);
+    const Result r = good(few_requests(scratch, 2, e.url(), {"--key-env", "DATAGEN_TEST_KEY"}));
+    CHECK(r.err.find("bad key ***") != std::string::npos);
+    for (const std::string& text : {read_file(scratch / "responses"), read_file(scratch / "requests.journal")}) {
+        CHECK(text.find("ecret") == std::string::npos);
+        CHECK(text.find("***") != std::string::npos);
+    }
+}
+
 TEST_CASE("generate: what endpoints say of a fault") {
     auto words = [](const std::string& text) {
         sj::Doc doc;
@@ -999,12 +1361,32 @@ TEST_CASE("where a request goes") {
     CHECK(address("http://h/v1/chat/completions", url) == "http://h/v1/chat/completions");
 }
 
-TEST_CASE("replies without think block and fence") {
-    for (auto s : {"[1]", " [1]\n", "```json\n[1]\n```", "```\n[1]```", "<think>\nx\n</think>\n\n[1]", "<think></think>```json\n[1]\n```  "}) CHECK(bare_reply(s) == "[1]");
-    CHECK(bare_reply("So: [1]") == "So: [1]");
-    CHECK(bare_reply("<think>[1]") == "<think>[1]");
-    CHECK(bare_reply("```") == "```");
-    CHECK(bare_reply("") == "");
+TEST_CASE("collect: the questions of a reply, whatever surrounds them") {
+    const std::string one = R"({"question": "q", "answer": "a"})", two = one + ", " + one;
+    const struct { std::string reply; size_t items, bad; bool cut; } cases[] = {
+        {"[" + two + "]", 2, 0, false}, {" [" + one + "]\n", 1, 0, false}, {"```json\n[" + two + "]\n```", 2, 0, false}, {"```\n[" + one + "]```", 1, 0, false},
+        {"<think>\n[" + one + "]\n</think>\n\n[" + two + "]", 2, 0, false}, {"<think></think>```json\n[" + one + "]\n```  ", 1, 0, false},
+        {"I may write [" + one + "].\n</think>\n\n[" + two + "]", 2, 0, false}, // the template gave the opening mark
+        {"Here are the questions:\n\n[" + two + "]\n\nI hope this helps!", 2, 0, false}, {"Sure! Here you are:\n```json\n[" + two + "]\n```\nLet me know.", 2, 0, false},
+        {"{\"questions\": [" + two + "]}", 2, 0, false}, {"{\"data\": {\"items\": [" + two + "]}, \"count\": 2}", 2, 0, false}, {"{\"easy\": [" + one + "], \"hard\": [" + one + "]}", 2, 0, false},
+        {one, 1, 0, false}, {one + "\n" + one + "\n", 2, 0, false}, {one + ",\n" + one, 2, 0, false}, {"1. " + one + "\n2. " + one, 2, 0, false}, {"[[" + one + "], [" + one + "]]", 2, 0, false},
+        {"[" + two + ",]", 2, 0, false}, {"[" + two, 2, 0, true}, {"[" + two + ", {\"question\": \"q\", \"ans", 2, 0, true}, {"[" + one + ", {\"question\": \"q\", \"answer\": \"half", 1, 0, true},
+        {"```json\n[" + one + ", {\"question\": \"half", 1, 0, true}, {"{\"questions\": [" + one + ", {\"qu", 1, 0, true},
+        {R"([{"question": "q", "answer": "a", "difficulty": "easy"}])", 1, 0, false}, {R"([{"id": 1, "Question": "q", "Answer": "a"}])", 1, 0, false}, {R"([{"QUESTION": "q", "ANSWER": "a"}])", 1, 0, false},
+        {"[{\"question\": \"q\", \"answer\": \"a\nb\"}]", 1, 0, false}, {"[{'question': 'q', 'answer': 'it is'}]", 1, 0, false}, {R"([{question: "q", answer: "a"}])", 1, 0, false},
+        {R"([{"question": "what is "x"?", "answer": "it's "y""}])", 1, 0, false}, {R"x([{"question": "\(x\)", "answer": "\alpha"}])x", 1, 0, false}, {"[{“question”: “q”, “answer”: “a”}]", 1, 0, false},
+        {R"([{"question": "q" "answer": "a"}])", 1, 0, false}, {"[{\"question\": \"q\"\n\"answer\": \"a\"}]", 1, 0, false}, {"[" + one + " " + one + "]", 2, 0, false},
+        {"[" + one + R"(, {"question": "q"}, {"question": "", "answer": "a"}, {"question": "q", "answer": 1}])", 1, 3, false},
+        {"", 0, 0, false}, {"I cannot.", 0, 0, false}, {"<think>[" + one + "]", 0, 0, false}, {"```", 0, 0, false}, {"[]", 0, 0, false}, {"[1, \"a\"]", 0, 0, false}};
+    for (auto& c : cases) {
+        INFO(c.reply);
+        const ReplyItems r(c.reply);
+        CHECK(r.items.size() == c.items);
+        CHECK(r.bad == c.bad);
+        CHECK(r.cut == c.cut);
+    }
+    CHECK(ReplyItems("[{\"question\": \"q\", \"answer\": \"a\nb\"}]").items[0].second == "a\nb");
+    CHECK(ReplyItems(R"([{"question": "\alpha", "answer": "a"}])").items[0].first == "\\alpha");
 }
 
 TEST_CASE("collect: what is kept aside, and why") {
@@ -1017,10 +1399,11 @@ TEST_CASE("collect: what is kept aside, and why") {
     };
     const std::string one = "[{\"question\": \"q\", \"answer\": \"a\"}]";
     write_file(scratch / "r", line("c1.easy.00", one) + "broken\n" + "[]\n" + line("c1.easy.00", one) + line("c2.easy.01", one) + line("c1.weird.01", one) + line("easy", one) +
-                              line("c1.hard.02", one, 500) + line("c1.hard.03", "") + line("c1.hard.04", "{}") + line("c1.hard.05", "[[]]") + "{\"custom_id\": \"c1.hard.06\"}\n");
-    good({"collect", scratch / "r", "--chunks", scratch / "chunks", "-o", scratch / "qa"});
-    CHECK(column(scratch / "qa", "id") == Strings{"c1.easy.00.1"});
-    CHECK(rules(scratch / "r.dropped") == std::map<std::string, size_t>{{"line", 2}, {"repeated", 1}, {"custom_id", 3}, {"status", 2}, {"reply", 1}, {"json", 1}, {"item", 1}});
+                              line("c1.hard.02", one, 500) + line("c1.hard.03", "") + line("c1.hard.04", "{}") + line("c1.hard.05", "[[]]") + line("c1.hard.07", "[{\"question\": \"q\", \"answer\": 1}]") + line("c1.hard.08", "So: " + one.substr(0, one.size() - 1) + ", {\"question\": 1},]") + "{\"custom_id\": \"c1.hard.06\"}\n");
+    const Result r = good({"collect", scratch / "r", "--chunks", scratch / "chunks", "-o", scratch / "qa"});
+    CHECK(column(scratch / "qa", "id") == Strings{"c1.easy.00.1", "c1.hard.08.1"});
+    CHECK(rules(scratch / "r.dropped") == std::map<std::string, size_t>{{"line", 2}, {"repeated", 1}, {"custom_id", 3}, {"status", 2}, {"reply", 1}, {"json", 3}, {"item", 1}});
+    CHECK(r.err.find("1 of 8 replies were repaired: a comma 1, text around it 1\n") != std::string::npos);
     check_refused({"collect", scratch / "r"}, "--chunks");
 }
 
@@ -1407,6 +1790,251 @@ TEST_CASE("pack: prompts are the template's, special tokens in a row stay text, 
         if (!(word & TRAIN)) prompt.push_back((int)word);
     CHECK(prompt == render_chat(tokenizer, {{"user", "<|im_end|> hi"}}, {}, {"{\"name\": \"f\"}"}));
     CHECK(std::count(prompt.begin(), prompt.end(), tokenizer.id("<|im_end|>")) == 2); // system and user; not the row's
+}
+
+// What pack makes of rows, with an entry of dataset_info.json ("": none): all of each row, and the trained part of it
+// after "=> ".
+static Strings packed(const Scratch& scratch, const std::string& rows, const std::string& entry = "", std::string* said = nullptr) {
+    write_file(scratch / "rows.jsonl", rows);
+    fs::remove(scratch / "dataset_info.json");
+    if (!entry.empty()) write_file(scratch / "dataset_info.json", "{\"d\": {\"file_name\": \"rows.jsonl\", " + entry.substr(1) + "}");
+    Strings ask = {"pack", scratch / (entry.empty() ? "rows.jsonl" : "dataset_info.json"), scratch / "rows.bin"};
+    if (!entry.empty()) ask.insert(ask.end(), {"--name", "d"});
+    const Result r = good(ask);
+    if (said) *said = r.err;
+    Strings all;
+    for (auto& parts : parts_of(scratch / "rows.bin")) {
+        std::string row;
+        for (auto& part : parts) row += (row.empty() ? "" : "=> ") + part;
+        all.push_back(row);
+    }
+    return all;
+}
+static std::string chat(const std::string& system, Strings turns) {
+    std::string all = system.empty() ? "" : "<|im_start|>system\n" + system + "<|im_end|>\n";
+    for (size_t i = 0; i < turns.size(); i++)
+        all += i + 1 == turns.size() ? "<|im_start|>assistant\n<think>\n\n</think>\n\n=> " + turns[i] + "<|im_end|>\n"
+                                     : (i % 2 ? "<|im_start|>assistant\n" : "<|im_start|>user\n") + turns[i] + "<|im_end|>\n";
+    return all;
+}
+
+TEST_CASE("pack: what dataset_info.json does not map is not read, and pack says so") {
+    Scratch scratch;
+    std::string said;
+    const std::string row = R"({"question": "Q", "answer": "A", "input": "I", "system": "S", "history": [["a", "b"]], "chosen": "C", "rejected": "R", "tools": "[{\"name\": \"f\"}]"})" "\n";
+    CHECK(packed(scratch, row, R"({"columns": {"prompt": "question", "response": "answer"}})", &said) == Strings{chat("", {"Q", "A"})});
+    CHECK(said.find("columns: prompt <- question, response <- answer; not read: chosen, history, input, rejected, system, tools\n") != said.npos);
+    CHECK(packed(scratch, row, R"({"columns": {"prompt": "question", "response": "answer", "system": "system"}})") == Strings{chat("S", {"Q", "A"})});
+    // Without columns three have a default; what is optional has none. A mapped answer of a pair makes no pair.
+    const std::string usual = R"({"instruction": "Q", "input": "I", "output": "A", "system": "S", "history": [["a", "b"]]})" "\n";
+    CHECK(packed(scratch, usual, R"({"formatting": "alpaca"})") == Strings{chat("", {"Q\nI", "A"})});
+    CHECK(packed(scratch, usual, "", &said).size() == 2);
+    CHECK(said.find("columns: prompt <- instruction, query <- input, system <- system, history <- history, response <- output\n") != said.npos);
+    CHECK(packed(scratch, row, R"({"columns": {"prompt": "question", "response": "answer", "chosen": "chosen", "rejected": "rejected"}})") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, row, R"({"ranking": true, "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected"}})") ==
+          Strings{chat("", {"Q", "C"}), chat("", {"Q", "R"})});
+    const std::string turns = R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "system": "S", "tools": "[{\"name\": \"f\"}]"})" "\n";
+    CHECK(packed(scratch, turns, R"({"formatting": "sharegpt"})") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, turns, R"({"formatting": "sharegpt", "num_samples": 5, "columns": {"messages": "conversations", "images": "images"}})", &said) == Strings{chat("", {"Q", "A"})});
+    CHECK(said.find("not known here, and not read: images, num_samples") != said.npos);
+    write_file(scratch / "dataset_info.json", R"({"d": {"file_name": "rows.jsonl", "ranking": true}})");
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "x.bin", "--name", "d"}, "chosen and rejected: missing");
+    write_file(scratch / "dataset_info.json", R"({"d": {"file_name": "rows.jsonl", "columns": {"prompt": 1}}})");
+    check_refused({"pack", scratch / "dataset_info.json", scratch / "x.bin", "--name", "d"}, "prompt: not a string");
+}
+
+TEST_CASE("pack: a system prompt arrives once, from a column, a turn or both, in every format") {
+    Scratch scratch;
+    const std::string a = R"({"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}])", b = R"({"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])";
+    const std::string in_a = R"({"from": "system", "value": "T"}, )", in_b = R"({"role": "system", "content": "T"}, )";
+    const std::string none_a = R"({"from": "system", "value": ""}, )", none_b = R"({"role": "system", "content": ""}, )";
+    const std::string share = R"("conversations": [)", open = R"("messages": [)", system = R"({"system": "S", )";
+    const std::string tags = R"({"formatting": "sharegpt", "columns": {"messages": "messages", "system": "system"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}})";
+    const std::string mapped = R"({"formatting": "sharegpt", "columns": {"messages": "conversations", "system": "system"}})";
+    const struct { std::string row, entry, wanted; } cases[] = {
+        {system + R"("instruction": "Q", "output": "A"})", "", "S"}, {R"({"system": null, "instruction": "Q", "output": "A"})", "", ""},
+        {system + share + a + "}", "", "S"}, {"{" + share + in_a + a + "}", "", "T"}, {system + share + in_a + a + "}", "", "T"}, {system + share + none_a + a + "}", "", "S"},
+        {system + open + b + "}", "", "S"}, {"{" + open + in_b + b + "}", "", "T"}, {system + open + in_b + b + "}", "", "T"}, {"{" + open + none_b + b + "}", "", ""},
+        {system + share + a + "}", mapped, "S"}, {system + share + in_a + a + "}", mapped, "T"}, {system + open + b + "}", tags, "S"}, {system + open + in_b + b + "}", tags, "T"}};
+    for (auto& c : cases) {
+        INFO(c.row << " " << c.entry);
+        CHECK(packed(scratch, c.row + "\n", c.entry) == Strings{chat(c.wanted, {"Q", "A"})});
+    }
+}
+
+TEST_CASE("pack: roles have the names that tags give them, whatever the keys are called") {
+    Scratch scratch;
+    const std::string row = R"({"talk": [{"role": "rules", "content": "S"}, {"role": "customer", "content": "Q"}, {"role": "agent", "content": "A"}]})" "\n";
+    const std::string entry = R"({"formatting": "sharegpt", "columns": {"messages": "talk"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "customer", "assistant_tag": "agent", "system_tag": "rules"}})";
+    CHECK(packed(scratch, row, entry) == Strings{chat("S", {"Q", "A"})});
+    // Without an entry rows show whose keys they have, under either name.
+    for (const char* key : {"messages", "conversations"})
+        for (auto [from, value] : {std::pair("from", "value"), {"role", "content"}})
+            for (auto [user, assistant] : {std::pair("user", "assistant"), {"human", "gpt"}}) {
+                const std::string shown = format(R"({"%s": [{"%s": "%s", "%s": "Q"}, {"%s": "%s", "%s": "A"}]})", key, from, user, value, from, assistant, value);
+                INFO(shown);
+                CHECK(packed(scratch, shown + "\n") == Strings{chat("", {"Q", "A"})});
+                const std::string first = read_file(scratch / "rows.bin");
+                good({"pack", scratch / "dataset_info.json", scratch / "again.bin", "--name", "rows"}); // ... and pack's own entry
+                CHECK(read_file(scratch / "again.bin") == first);
+            }
+    // A call of several tools, as a list.
+    const std::string calls = R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "[{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {}}]"}]})" "\n";
+    CHECK(packed(scratch, calls)[0].find("=> <tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"name\": \"g\"") != std::string::npos);
+    write_file(scratch / "rows.jsonl", R"({"messages": [{"x": "user", "content": "Q"}]})" "\n");
+    check_refused({"pack", scratch / "rows.jsonl", scratch / "x.bin"}, "messages[0]: no role");
+}
+
+TEST_CASE("null is absent, in every optional column of every format") {
+    Scratch scratch;
+    const std::string optional = R"(, "input": null, "system": null, "history": null, "tools": null)", nothing = R"(, "messages": null, "conversations": null, "text": null, "chosen": null, "rejected": null, "prompt": null})";
+    CHECK(packed(scratch, R"({"instruction": "Q", "output": "A")" + optional + nothing + "\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"instruction": null, "input": "Q", "output": "A"})" "\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "messages": null, "instruction": null, "chosen": null)" + optional + "}\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "tool_calls": null, "reasoning_content": null}], "conversations": null)" + optional + "}\n") == Strings{chat("", {"Q", "A"})});
+    CHECK(packed(scratch, R"({"text": "T", "messages": null, "instruction": null, "conversations": null, "chosen": null})" "\n") == Strings{"T=> <|endoftext|>"});
+    for (const char* prompt : {R"("instruction": "Q", "prompt": null, "messages": null, "conversations": null, "input": null)", R"("prompt": [{"role": "user", "content": "Q"}], "instruction": null, "messages": null)"}) {
+        INFO(prompt);
+        CHECK(packed(scratch, std::string("{") + prompt + R"(, "chosen": "C", "rejected": "R", "tools": null})" "\n") == Strings{chat("", {"Q", "C"}), chat("", {"Q", "R"})});
+    }
+    // score's rows, answers and references alike
+    write_file(scratch / "reference", R"({"id": null, "instruction": "Q", "input": null, "output": "A", "messages": null, "facts": null, "choices": null, "choice": null})" "\n");
+    write_file(scratch / "answer", R"({"id": null, "answer": null, "predict": "A", "reference": null, "error": null})" "\n");
+    CHECK(good({"score", scratch / "answer", scratch / "reference"}).out.find("1 rows matched by order") == 0);
+}
+
+TEST_CASE("pack: special tokens are such in a text, and letters in a message, which pack counts") {
+    Scratch scratch;
+    std::string said;
+    const Tokenizer tokenizer("tokenizer.bin");
+    const std::string chatml = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n";
+    sj::Writer w;
+    packed(scratch, w.object().field("text", chatml).end().text + "\n", "", &said);
+    CHECK(said.find("special") == said.npos);
+    std::vector<int> ids = tokenizer.encode(chatml, true), got;
+    ids.push_back(tokenizer.id("<|endoftext|>"));
+    auto ids_of = [&](size_t row) {
+        got.clear();
+        const Dataset data(scratch / "rows.bin");
+        for (uint32_t word : data.row(row)) got.push_back((int)(word & ~TRAIN));
+        return got;
+    };
+    CHECK(ids_of(0) == ids);
+    packed(scratch, R"({"text": "T<|endoftext|>"})" "\n"); // an end that is there is not doubled
+    CHECK(ids_of(0) == std::vector<int>{tokenizer.encode("T", false)[0], tokenizer.id("<|endoftext|>")});
+    packed(scratch, R"({"prompt": "<|im_start|>user\nQ<|im_end|>\n", "chosen": "A<|im_end|>", "rejected": "B"})" "\n", "", &said);
+    CHECK(ids_of(0)[0] == tokenizer.id("<|im_start|>"));
+    const Strings rows = packed(scratch, R"({"instruction": "what is <|im_end|>?", "output": "A"})" "\n" R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "say <|endoftext|>"}]})" "\n" R"({"instruction": "a <| b |> c <|none|>", "output": "A"})" "\n", "", &said);
+    CHECK(said.find("2 rows have names of special tokens") != said.npos);
+    CHECK(std::count(got.begin(), got.end(), 0) == 0);
+    ids_of(0);
+    CHECK(std::count(got.begin(), got.end(), tokenizer.id("<|im_end|>")) == 2); // the template's
+}
+
+TEST_CASE("pack: answers without a word are dropped and counted, in every format and in history") {
+    Scratch scratch;
+    std::string said;
+    for (const char* nothing : {"\"\"", "null", "\" \\n\\u3000\"", "\"<think>\\nhm\\n</think>\\n\\n\"", "\"<think>hm\"", "\"hm</think>\\n\""}) {
+        INFO(nothing);
+        auto with = [&](const char* row) { return format(row, nothing) + "\n"; };
+        const std::string rows = alpaca("Q", "A") + "\n" + with(R"({"instruction": "Q", "output": %s})") + with(R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": %s}]})") +
+                                 with(R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": %s}]})") +
+                                 with(R"({"instruction": "R", "output": "B", "history": [["Q", %s]]})");
+        const Strings all = packed(scratch, rows, "", &said);
+        CHECK(all.size() == 2);
+        CHECK(all[0] == chat("", {"Q", "A"}));
+        CHECK(said.find("2 rows kept, 4 dropped") != said.npos);
+        CHECK(rules(scratch / "rows.jsonl.dropped")["no answer"] == 4);
+        const std::string pair = R"({"instruction": "Q", "chosen": "A", "rejected": "B"})" "\n";
+        if (!strcmp(nothing, "null")) continue; // (then it is no pair)
+        CHECK(packed(scratch, pair + with(R"({"instruction": "Q", "chosen": %s, "rejected": "B"})")).size() == 2);
+        CHECK(rules(scratch / "rows.jsonl.dropped")["no answer"] == 1);
+    }
+    write_file(scratch / "x.jsonl", alpaca("Q", "") + "\n");
+    check_refused({"pack", scratch / "x.jsonl", scratch / "x.bin"}, "no answer says anything");
+    CHECK(packed(scratch, R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": null, "tool_calls": [{"name": "f", "arguments": {}}]}]})" "\n").size() == 1);
+}
+
+TEST_CASE("pack's own dataset_info.json reads back: texts, tools and systems, too") {
+    Scratch scratch;
+    const std::string tools = R"("tools": [{"type": "function", "function": {"name": "f"}}], "system": "S")";
+    for (const std::string& rows : {std::string(R"({"text": "A text.", "id": 1})"), R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "A"}], )" + tools + "}",
+             R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {}}"}, {"from": "observation", "value": "7"}, {"from": "gpt", "value": "A"}], )" + tools + "}",
+             R"({"instruction": "Q", "output": "A", )" + tools + "}"}) {
+        INFO(rows);
+        packed(scratch, rows + "\n");
+        const std::string first = read_file(scratch / "rows.bin");
+        good({"pack", scratch / "dataset_info.json", scratch / "again.bin", "--name", "rows"});
+        CHECK(read_file(scratch / "again.bin") == first);
+    }
+}
+
+TEST_CASE("UTF-16 is named, an array without end names its line") {
+    Scratch scratch;
+    auto refused = [&](const std::string& bytes, const char* word) {
+        write_file(scratch / "x", bytes);
+        check_refused({"pack", scratch / "x", scratch / "x.bin"}, word);
+        check_refused({"score", scratch / "x", scratch / "x"}, word);
+        check_refusal(Process(getenv("QWEN3") ? getenv("QWEN3") : "./qwen3", {"tests/fixtures/tiny", "--eval", scratch / "x", "-o", scratch / "o"}).wait(), "qwen3", word);
+    };
+    refused("\xFF\xFE{\0\"\0"s, "UTF-16; convert it first: iconv -f UTF-16 -t UTF-8");
+    refused("\xFE\xFF\0{\0\""s, "UTF-16;");
+    refused("{\0\"\0a\0"s, "UTF-16LE;");
+    refused("\0{\0\"\0a"s, "UTF-16BE;");
+    refused("\xFF\xFE\0\0{\0\0\0"s, "UTF-32;");
+    refused("[\n" + alpaca("Q", "A") + ",\n\n {\"instruction\": \"Q\",\n \"output", "line 4: the array has no end");
+    refused("\n\n[", "line 3: the array has no end");
+}
+
+TEST_CASE("one reader: a byte order mark, arrays, ShareGPT and lists of parts in score as in pack") {
+    Scratch scratch;
+    const std::string parts = R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": [{"type": "text", "text": "A "}, {"type": "text", "text": "B"}]}]})";
+    const std::string share = R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A B"}]})", answer = R"({"answer": "A B"})";
+    for (const std::string& row : {parts, share, R"({"instruction": "", "input": "Q", "output": "A B"})"s})
+        for (const std::string& text : {row + "\n", "\xEF\xBB\xBF" + row, "[" + row + "]", "\xEF\xBB\xBF\n[\n" + row + "\n]\n"}) {
+            INFO(text);
+            write_file(scratch / "reference", text);
+            write_file(scratch / "answers", "\xEF\xBB\xBF[" + answer + "]");
+            const Json scored(good({"score", scratch / "answers", scratch / "reference", "--train", scratch / "reference", "--json"}).out);
+            CHECK(scored["answers"]["rouge-l"]["mean"].number() == 100);
+            CHECK(scored["worst"][0]["question"].str() == "Q");
+            CHECK(packed(scratch, text) == Strings{chat("", {"Q", "A B"})});
+        }
+}
+
+// First rows of datasets that are much used, made up after their documented schemas, with the entries that
+// LLaMA-Factory's own dataset_info.json has for them, and what its converters make of them.
+TEST_CASE("pack: twenty public datasets as LLaMA-Factory reads them") {
+    const std::string answers = R"("columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected")";
+    const struct { const char* name; std::string row, entry; Strings wanted; } sets[] = {
+        {"alpaca_en", R"({"instruction": "Q", "input": "", "output": "A"})", R"({"formatting": "alpaca"})", {chat("", {"Q", "A"})}},
+        {"alpaca_gpt4_zh", R"({"instruction": "问", "input": "题", "output": "答"})", R"({"formatting": "alpaca"})", {chat("", {"问\n题", "答"})}},
+        {"belle_2m", R"({"instruction": "Q\n", "input": "", "output": "A"})", R"({"formatting": "alpaca"})", {chat("", {"Q\n", "A"})}},
+        {"dolly", R"({"instruction": "Q", "context": "C", "response": "A", "category": "open_qa"})", R"({"columns": {"prompt": "instruction", "query": "context", "response": "response"}})", {chat("", {"Q\nC", "A"})}},
+        {"openorca", R"({"id": "niv.1", "system_prompt": "S", "question": "Q", "response": "A"})", R"({"columns": {"prompt": "question", "response": "response", "system": "system_prompt"}})", {chat("S", {"Q", "A"})}},
+        {"open_platypus", R"({"input": "", "output": "A", "instruction": "Q", "data_source": "MATH/PRM-800K"})", R"({"columns": {"prompt": "instruction", "response": "output"}})", {chat("", {"Q", "A"})}},
+        {"firefly", R"({"kind": "NLI", "input": "问", "target": "答"})", R"({"columns": {"prompt": "input", "response": "target"}})", {chat("", {"问", "答"})}},
+        {"adgen", R"({"content": "类型#裤", "summary": "宽松的裤"})", R"({"columns": {"prompt": "content", "response": "summary"}})", {chat("", {"类型#裤", "宽松的裤"})}},
+        {"mathinstruct", R"({"source": "data/CoT/aqua.json", "output": "A", "instruction": "Q"})", R"({"columns": {"prompt": "instruction", "response": "output"}})", {chat("", {"Q", "A"})}},
+        {"cosmopedia", R"({"prompt": "Q", "text_token_length": 9, "text": "A", "seed_data": "x", "format": "y"})", R"({"columns": {"prompt": "prompt", "response": "text"}})", {chat("", {"Q", "A"})}},
+        {"oaast_sft", R"({"instruction": "Q", "input": "", "output": "A", "history": [["q", "a"]]})", R"({"columns": {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}})", {chat("", {"q", "a"}), chat("", {"q", "a", "Q", "A"})}},
+        {"slimorca", R"({"conversations": [{"from": "system", "value": "S", "weight": null}, {"from": "human", "value": "Q", "weight": 0.0}, {"from": "gpt", "value": "A", "weight": 1.0}]})", R"({"formatting": "sharegpt"})", {chat("S", {"Q", "A"})}},
+        {"sharegpt4", R"({"id": "1", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}, {"from": "human", "value": "R"}, {"from": "gpt", "value": "B"}]})", R"({"formatting": "sharegpt"})", {chat("", {"Q", "A"}), chat("", {"Q", "A", "R", "B"})}},
+        {"ultrachat_200k", R"({"prompt": "Q", "prompt_id": "f", "messages": [{"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}]})", R"({"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}})", {chat("", {"Q", "A"})}},
+        {"lmsys_chat", R"({"conversation_id": "1", "model": "m", "conversation": [{"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}], "turn": 1, "language": "English"})", R"({"formatting": "sharegpt", "columns": {"messages": "conversation"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}})", {chat("", {"Q", "A"})}},
+        {"glaive_toolcall", R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "tools": "[]"})", R"({"formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "tools"}})", {chat("", {"Q", "A"})}},
+        {"dpo_mix_en", R"({"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}})", R"({"formatting": "sharegpt", "ranking": true, "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}})", {chat("", {"Q", "A"}), chat("", {"Q", "B"})}},
+        {"ultrafeedback", R"({"instruction": "Q", "chosen": "A", "rejected": "B", "id": 3})", R"({"ranking": true, )" + answers + "}}", {chat("", {"Q", "A"}), chat("", {"Q", "B"})}},
+        {"orca_pairs", R"({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"})", R"({"ranking": true, "columns": {"prompt": "question", "chosen": "chosen", "rejected": "rejected", "system": "system"}})", {chat("S", {"Q", "A"}), chat("S", {"Q", "B"})}},
+        {"hh_rlhf_en", R"({"instruction": "Q", "output": ["A", "B"], "chosen": "A", "rejected": "B", "history": [["q", "a"]]})", R"({"ranking": true, )" + answers + R"(, "history": "history"}})", {chat("", {"q", "a", "Q", "A"}), chat("", {"q", "a", "Q", "B"})}},
+        {"wiki_demo", R"({"text": "Anarchism is"})", R"({"columns": {"prompt": "text"}})", {"An=> archism is<|endoftext|>"}},
+        {"refinedweb", R"({"content": "Once", "url": "http://x", "timestamp": "t"})", R"({"columns": {"prompt": "content"}})", {"Once=> <|endoftext|>"}},
+    };
+    Scratch scratch;
+    for (auto& set : sets) {
+        INFO(set.name);
+        CHECK(packed(scratch, set.row + "\n", set.entry) == set.wanted);
+    }
 }
 
 TEST_CASE("pack: rows that are too long are reported or refused, never cut; bad rows are named") {

@@ -11,6 +11,7 @@
 #include <thread>
 
 using Ids = std::vector<int>;
+using namespace std::literals;
 
 static const char* PROGRAM = getenv("QWEN3") ? getenv("QWEN3") : "./qwen3";
 static const std::string MODEL = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
@@ -388,6 +389,33 @@ TEST_CASE("--eval: Ctrl-C keeps the rows that are there, exit status 130") {
         CHECK(row["finish"].str() == "length");
     }
     CHECK(r.err.find(format("%zu of 100 rows", all.size() - 1)) != std::string::npos);
+}
+
+TEST_CASE("--eval: one reader: an array, a byte order mark, ShareGPT, lists of parts and null, as in datagen pack") {
+    Scratch scratch;
+    const std::string plain = R"({"instruction": "Q", "output": "A"})";
+    auto eval = [&](const std::string& text) {
+        write_file(scratch / "qa", text);
+        const std::string all = out_of(TINY + Strings{"--eval", scratch / "qa", "-o", scratch / "out", "-n", "4"});
+        const std::string rows = read_file(scratch / "out");
+        fs::remove(scratch / "out");
+        return all + rows;
+    };
+    const std::string first = eval(plain + "\n");
+    for (const std::string& text : {"\xEF\xBB\xBF" + plain, "[\n" + plain + "\n]\n", "\xEF\xBB\xBF[" + plain + "]", R"({"instruction": "", "input": "Q", "output": "A", "id": null, "messages": null})"s,
+             R"({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "tools": null})"s, R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, {"role": "assistant", "content": "A"}], "instruction": null})"s}) {
+        INFO(text);
+        CHECK(eval(text) == first);
+    }
+    // One system prompt, from a column or a turn.
+    const std::string with = eval(R"({"instruction": "Q", "output": "A", "system": "S"})");
+    CHECK(with != first);
+    CHECK(eval(R"({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], "system": "S"})") == with);
+    CHECK(eval(R"({"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}], "system": "T"})") == with);
+    write_file(scratch / "qa", "\xFF\xFE{\0"s);
+    check_refused(TINY + Strings{"--eval", scratch / "qa", "-o", scratch / "out"}, "UTF-16; convert it first");
+    write_file(scratch / "qa", "[" + plain + ",\n\n{\"instruction\": \"Q\"");
+    check_refused(TINY + Strings{"--eval", scratch / "qa", "-o", scratch / "out"}, "line 3: the array has no end");
 }
 
 TEST_CASE("--eval: refused, in one line that names the file and the line") {

@@ -612,11 +612,11 @@ TEST_CASE("score: faults are one line that names the file and the line") {
     check_refused({a, r, "--dict"}, "--dict needs a value");
     check_refused({a, r, "--dict", a}, "not a jieba.bin");
     check_refused({scratch / "none", r}, "none: No such file");
-    check_refused({file("empty", ""), r}, "the file is empty");
+    check_refused({file("empty", ""), r}, "no row in it");
     check_refused({file("blank", "\n \n"), r}, "no row in it");
     check_refused({file("two", answer + answer), r}, "two: 2 rows, but " + r + " has 1");
     check_refused({file("bad", answer + "{\"answer\": }\n"), r}, "bad: line 2: byte 11");
-    check_refused({file("list", "[1]"), r}, "list: line 1: not an object");
+    check_refused({file("list", "[1]"), r}, "list: item 1: not an object");
     check_refused({file("nil", R"({"answers": "答"})"), r}, "nil: line 1: no answer, predict or output");
     check_refused({file("utf8", "{\"answer\": \"\xFF\"}"), r}, "invalid UTF-8");
     check_refused({a, file("q", R"({"output": "答"})")}, "q: line 1: instruction: missing");

@@ -1,5 +1,6 @@
 // sj.h against RFC 8259 (what is accepted, what is refused and where) and Python's json.dumps and repr.
 #include "sj.h"
+#include <chrono>
 #include <doctest/doctest.h>
 #include <limits>
 
@@ -309,6 +310,77 @@ TEST_CASE("dump is json.dumps(json.loads(text), ensure_ascii=False)") {
         CHECK(dumped(c.number) == c.python);
     }
     CHECK(sj::repr(std::numeric_limits<double>::quiet_NaN()) == "NaN");
+}
+
+TEST_CASE("repair: JSON as language models write it") {
+    const struct { const char *text, *wanted, *repairs; } cases[] = {
+        {R"([{"a": "b"}])", R"([[{"a": "b"}]])", ""}, {" {} ", "[{}]", ""}, {"", "[]", ""}, {"none", "[]", "text around it"},
+        {"Sure, [3] of them: [1] Bye.", "[[3], [1]]", "text around it"},
+        {"Here:\n```json\n[{\"a\": 1}]\n```\nBye.", R"([[{"a": 1}]])", "text around it"}, // a fence after a sentence
+        {"{\"a\": 1}\n{\"a\": 2}\n", R"([{"a": 1}, {"a": 2}])", ""},                     // JSON lines
+        {R"([{"a": 1}, {"a": 2},])", R"([[{"a": 1}, {"a": 2}]])", "a comma"}, {R"([,{"a": 1,},,{"b": 2}])", R"([[{"a": 1}, {"b": 2}]])", "a comma"},
+        {R"([{"a": 1} {"a": 2}])", R"([[{"a": 1}, {"a": 2}]])", "a comma"}, {"{\"a\": \"x\"\n \"b\": 2}", R"([{"a": "x", "b": 2}])", "a comma"},
+        {"{\"a\": \"x\ny\tz\x01\"}", R"([{"a": "x\ny\tz\u0001"}])", "a line break or another control character in a string"},
+        {R"({"a": "\(x\) \alpha \' \ud800 \u00e9"})", R"([{"a": "\\(x\\) \\alpha ' \ufffd \u00e9"}])", "an escape"},
+        {R"({'a': 'it\'s "b"', "c": 'd'})", R"([{"a": "it's \"b\"", "c": "d"}])", "quotes|an escape"},
+        {R"({a: "x", b_2: "y"})", R"([{"a": "x", "b_2": "y"}])", "quotes"}, {"{“a”: “x”, \"b\": \"y\"}", R"([{"a": "x", "b": "y"}])", "quotes"},
+        {R"({"a": "he said "go", and went", "b": "say "no""})", R"([{"a": "he said \"go\", and went", "b": "say \"no\""}])", "quotes"},
+        {R"(["a "b" c", "d"])", R"([["a \"b\" c", "d"]])", "quotes"},
+        {R"([True, False, None, -1.5e3])", R"([[true, false, null, -1.5e3]])", "a word of Python|a word that is not JSON's"},
+        {"[1, // one\n /* two */ 2]", "[[1, 2]]", "a comment"}, {R"([{"a": [1, 2}, {"b": 3}])", R"([[{"a": [1, 2]}, {"b": 3}]])", "a bracket"},
+        {R"([{"a": what}, {"b": "x"}])", R"([{"b": "x"}])", "text around it"}, {"[\"\xff\"]", "[[\"\xEF\xBF\xBD\"]]", "invalid UTF-8"},
+        // An end that is missing: what is whole stays.
+        {R"([{"a": "x"}, {"a": "y)", R"([[{"a": "x"}]])", "its end"}, {R"({"questions": [{"a": "x"}, {"a": "y"}, {"a)", R"([{"questions": [{"a": "x"}, {"a": "y"}]}])", "its end"},
+        {R"([{"a": "x", "b": "y")", R"([[{"a": "x", "b": "y"}]])", "its end"}, {R"([{"a": "x", "b": 12)", R"([[{"a": "x"}]])", "its end"}, {"[", "[]", "its end"},
+    };
+    for (auto& c : cases) {
+        INFO(c.text);
+        const sj::Repaired r = sj::repair(c.text);
+        std::string repairs;
+        for (auto* what : r.repairs) repairs += (repairs.empty() ? "" : "|") + std::string(what);
+        CHECK(r.text == c.wanted);
+        CHECK(repairs == c.repairs);
+        CHECK(r.cut == (repairs.find("its end") != repairs.npos));
+    }
+}
+
+TEST_CASE("repair: of any bytes comes JSON, of JSON itself, of every cut what was whole before it") {
+    const std::string base = R"([{"question": "a \"b\" c", "answer": "x\u00e9\ny"}, {"n": [1, -2.5e3, true, null], "o": {"p": "é"}}])";
+    auto checked = [](const std::string& text) {
+        const sj::Repaired r = sj::repair(text);
+        sj::Doc doc;
+        INFO(text << " -> " << r.text);
+        REQUIRE(sj::parse(doc, r.text) == "");
+        const sj::Repaired again = sj::repair(r.text);
+        REQUIRE(again.text == "[" + r.text + "]");
+        REQUIRE(again.repairs.empty());
+        return r;
+    };
+    for (size_t n = 0; n <= base.size(); n++) {
+        const sj::Repaired r = checked(base.substr(0, n));
+        CHECK(r.cut == (n > 0 && n < base.size()));
+        CHECK((r.text.find(R"({"question": "a \"b\" c", "answer": "x\u00e9\ny"})") != r.text.npos) == (n >= base.find("\"}") + 1));
+    }
+    uint32_t state = 1;
+    auto draw = [&](size_t n) { return (state = state * 1664525 + 1013904223, (size_t)(state >> 8) % n); };
+    const std::string letters = "[]{}\"',:\\ue1 \nab/*-\xe2\x80\x9c\xff";
+    for (int i = 0; i < 40000; i++) {
+        std::string text = i % 2 ? base : "";
+        for (size_t k = 1 + draw(i % 2 ? 4 : 24); k--;)
+            if (const size_t at = draw(text.size() + 1); draw(3)) text.insert(at, 1, letters[draw(letters.size())]);
+            else text.erase(at, 1 + draw(3));
+        checked(text);
+    }
+    const sj::Repaired deep = checked(std::string(30000, '['));
+    CHECK(deep.text.size() < 1000);
+    for (const char* unit : {"[\"a,", "{\"a\": \"", "[/*", "{a:", "[1,", "\\\"", "[\"x\" , "}) { // time grows with the text
+        std::string text;
+        while (text.size() < 1 << 17) text += unit;
+        const auto begin = std::chrono::steady_clock::now();
+        sj::repair(text);
+        INFO(unit);
+        CHECK(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() < 10);
+    }
 }
 
 TEST_CASE("the writer places commas, quotes and brackets") {

@@ -82,7 +82,7 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     INFO(stopped.err);
     CHECK(stopped.status == 130);
     CHECK(stopped.out == "");
-    CHECK(stopped.err.compare(0, 36, "teach: clock.md: about 19 questions ") == 0);
+    CHECK(stopped.err.find("teach: clock.md: about 19 questions in ") != std::string::npos);
     CHECK(count(stopped.err, "teach: stopped; the same command goes on\n") == 1);
 
     const Result r = teach(words, scratch.path, other_shell()).wait();
@@ -100,7 +100,9 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(score(r.out, "kept, after", 6).mean > score(r.out, "kept, before", 6).high); // ROUGE-1 of what it never saw
 
     // The command that it ends with, given a question.
-    const size_t at = r.out.find("\n    ");
+    size_t at = r.out.find("Chat with it about ");
+    REQUIRE(at != std::string::npos);
+    at = r.out.find("\n    ", at);
     REQUIRE(at != std::string::npos);
     std::string chat = lines(r.out.substr(at + 5))[0];
     REQUIRE(chat.find("/qwen3 ") != std::string::npos);
@@ -122,6 +124,47 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(again.status == 0);
     CHECK(again.out == r.out);
     CHECK(lines(again.err).size() <= 2); // the line about what it takes, and a blank one
+
+    // What it says at last comes from the table: of three questions, and in two sentences.
+    CHECK(r.out.find("\nIt knows by heart the questions that it learnt (ROUGE-L ") != std::string::npos);
+    CHECK(r.out.find(" questions that it did not learn", at) != std::string::npos);
+    CHECK(count(r.out, "\nlearnt: ") == 2);
+    CHECK(count(r.out, "\nkept: ") == 1);
+    CHECK(count(r.out, "\n    wanted: ") == 3);
+    CHECK(count(r.out, "\n    now:    ") == 3);
+    const std::string table = scratch / "Die Uhr 钟/after-learnt", row = read_file(table);
+    auto judged = [&](const std::string& rouge) { // as if the table had other numbers
+        std::string other = row;
+        size_t cell = 0;
+        for (int bars = 0; bars < 7; bars++) cell = other.find('|', cell) + 1;
+        other.replace(cell, other.find('|', cell) - cell, " " + rouge + " ");
+        write_file(table, other);
+        return teach(words, scratch.path).wait().out;
+    };
+    CHECK(judged("11.97 [8.00, 14.00]").find("\nIt has not learnt the questions (ROUGE-L 12.0 of 100") != std::string::npos);
+    CHECK(judged("45.00 [41.00, 49.00]").find("\nIt has learnt the questions in part (ROUGE-L 45.0 of 100") != std::string::npos);
+}
+
+TEST_CASE("the recipe follows from the number of rows") {
+    Scratch scratch;
+    const std::string script = read_file(ROOT + "/teach"), from = "recipe() {", to = "\n}\n";
+    const size_t at = script.find(from);
+    REQUIRE(at != script.npos);
+    const std::string recipe = script.substr(at, script.find(to, at) + to.size() - at);
+    double epochs, batch, warmup, rate;
+    for (int rows : {1, 6, 32, 99, 100, 350, 399, 400, 1599, 1600, 5000, 100000})
+        for (std::string small : {"", "yes"}) {
+            const Result r = Script({"-c", "small=" + small + " epochs= ; " + recipe + format("recipe %d", rows)}, scratch.path).wait();
+            INFO(rows << ": " << r.out << r.err);
+            REQUIRE(sscanf(r.out.c_str(), "%lf --batch %lf --warmup %lf --lr %lf", &epochs, &batch, &warmup, &rate) == 4);
+            const double steps = epochs * rows / batch;
+            CHECK((steps > 200 || epochs == (small.empty() ? 20 : 10))); // a few hundred, or each row many times
+            CHECK((steps < 420 || epochs == 2));
+            CHECK(epochs >= 2);
+            CHECK((r.out.find("--full") != r.out.npos) == !small.empty());
+            CHECK(rate > 1e-4);
+        }
+    CHECK(Script({"-c", "small= epochs=3.5; " + recipe + "recipe 50"}, scratch.path).wait().out.compare(0, 4, "3.5 ") == 0);
 }
 
 TEST_CASE("the recording answers the requests of the book as it is cut today") {
@@ -149,7 +192,7 @@ TEST_CASE("the recording answers the requests of the book as it is cut today") {
 namespace {
 // An endpoint with one model, which knows one answer; or that refuses.
 struct Endpoint {
-    std::atomic<int> status{200}, asked{0};
+    std::atomic<int> status{200}, asked{0}, useless{0}; // useless: so many replies are, before the others
     Listener listener{[this](int peer) { serve(peer); }};
 
     void serve(int peer) {
@@ -161,7 +204,8 @@ struct Endpoint {
             body = R"({"choices": [{"message": {"role": "assistant", "content": "[{\"question\": \"Who built the )"
                    R"(clock?\", \"answer\": \"Ilse Marrin, a well digger, built it in 1911.\"}]"}, )"
                    R"("finish_reason": "stop"}]})";
-        asked += head.compare(0, 5, "POST ") == 0;
+        if (head.compare(0, 5, "POST ") == 0 && asked++ < useless && status == 200)
+            body = R"({"choices": [{"message": {"role": "assistant", "content": "No."}, "finish_reason": "stop"}]})";
         const std::string all = format("HTTP/1.1 %d Said\r\nContent-Type: application/json\r\nContent-Length: %zu\r\n"
                                        "Connection: close\r\n\r\n", status.load(), body.size()) + body;
         CHECK(send(peer, all.data(), all.size(), MSG_NOSIGNAL) == (ssize_t)all.size());
@@ -174,10 +218,10 @@ TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a boo
     const Strings nothing = {"generate", scratch / "none", "--url", "http://127.0.0.1:1"};
     if (count(Process((BIN + "/datagen").c_str(), nothing).wait().err, "without libcurl")) return;
     Endpoint endpoint;
-    const std::string book = "Das Buch, 第 1 版.md"; // of two chunks
-    write_file(scratch / book, read_file(BOOK).substr(0, 5000));
+    const std::string book = "Das Buch, 第 1 版.md";
+    write_file(scratch / book, read_file(BOOK).substr(0, 8500));
     const std::string url = format("http://127.0.0.1:%d", endpoint.listener.port);
-    Strings words = {book, "--model", MODEL, "--endpoint", url, "--test", "100", "--price-in", "10",
+    Strings words = {book, "--model", MODEL, "--endpoint", url, "--test", "4", "--price-in", "10",
                      "--price-out", "40"};
     endpoint.status = 401;
     Result r = teach(words, scratch.path).wait();
@@ -191,27 +235,39 @@ TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a boo
     CHECK(fs::exists(work + "/requests.jsonl.made"));
     CHECK(!fs::exists(work + "/responses.jsonl.made"));
 
-    endpoint.status = 200;
+    endpoint.status = 200, endpoint.useless = 2;
     const auto cut = fs::last_write_time(work + "/chunks.jsonl");
     endpoint.asked = 0;
     r = teach(words, scratch.path, other_shell()).wait();
     INFO(r.err);
     CHECK(r.status == 1); // all answers are the same, so one question is left
-    CHECK(r.err.find("too few questions are left to learn from and keep 100 for measuring: 1 ") != std::string::npos);
+    CHECK(r.err.find("too few questions are left to learn from and keep 4 for measuring: 1 ") != std::string::npos);
     CHECK(fs::last_write_time(work + "/chunks.jsonl") == cut);
     const int asked = endpoint.asked;
-    CHECK(asked == (int)lines(read_file(work + "/requests.jsonl")).size());
+    CHECK(asked == (int)lines(read_file(work + "/requests.jsonl")).size() + 2); // two replies had no question
+    CHECK(r.err.find("2 replies have no question that can be used, and are asked again") != std::string::npos);
+    endpoint.useless = 0;
     CHECK(teach(words, scratch.path).wait().status == 1);
     CHECK(endpoint.asked == asked);
 
     // Another subject makes other requests; a book that was changed is cut anew.
     words.insert(words.end(), {"--subject", "clocks that 'run' on \"water\""});
     CHECK(teach(words, scratch.path).wait().status == 1);
-    CHECK(endpoint.asked == 2 * asked);
-    write_file(scratch / book, read_file(BOOK).substr(0, 6500));
+    CHECK(endpoint.asked == 2 * asked - 2);
+    write_file(scratch / book, read_file(BOOK));
     CHECK(teach(words, scratch.path).wait().status == 1);
     CHECK(fs::last_write_time(work + "/chunks.jsonl") != cut);
-    CHECK(endpoint.asked > 2 * asked);
+    CHECK(endpoint.asked > 2 * asked - 2);
+
+    // A book that is too short is refused before anything is asked.
+    const int before = endpoint.asked;
+    write_file(scratch / "two pages.md", read_file(BOOK).substr(0, 5000));
+    write_file(scratch / "one line.md", "The clock of Oderby runs on rain.\n");
+    for (const char* name : {"two pages.md", "one line.md"})
+        check_refusal(teach({name, "--model", MODEL, "--endpoint", url}, scratch.path).wait(), "teach", "too few to learn from");
+    check_refusal(teach({book, "--model", MODEL, "--endpoint", url, "--test", "100", "-o", "w100"}, scratch.path).wait(), "teach",
+                  "too few to learn from and to keep 100 for measuring");
+    CHECK(endpoint.asked == before);
 }
 
 TEST_CASE("what a stranger gets wrong is one clear line") {
@@ -245,7 +301,9 @@ TEST_CASE("what a stranger gets wrong is one clear line") {
 
     // What the programs find wrong with a model, with options or with a book is shown before anything is asked.
     auto said = [&](Strings words, const std::string& program, const std::string& why) {
-        const Result r = teach(words, scratch.path).wait();
+        Result r = teach(words, scratch.path).wait();
+        if (const std::string trying = "teach: trying "; r.err.compare(0, trying.size(), trying) == 0)
+            r.err.erase(0, r.err.find('\n') + 1);
         check_refusal(r, program, why);
     };
     said({BOOK, "--model", "empty.md", "--endpoint", "x"}, "train_lora", "empty.md");

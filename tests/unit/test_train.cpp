@@ -583,6 +583,10 @@ TEST_CASE("the log has LLaMA-Factory's fields; schedules; the curve; rows in ano
     train(Strings{TINY, rows().first, "-o", out / "b", "--batch", "8", "--steps", "5", "--no-shuffle", "--rank", "2", "--alpha", "4"} + ONE);
     const std::vector<double> in_order = logged(out / "b", "total_tokens");
     CHECK(in_order[4] - in_order[3] == in_order[0]);
+    // A run of one step has no warm-up, which would be all of it.
+    train(Strings{TINY, rows().first, "-o", out / "c", "--batch", "8", "--steps", "1", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
+    CHECK(logged(out / "c", "lr") == std::vector<double>{1e-3});
+    for (double rate : logged(out / "b", "lr")) CHECK((rate == 0) == (rate == logged(out / "b", "lr")[0]));
 }
 
 TEST_CASE("bad input: one line each") {
@@ -609,6 +613,11 @@ TEST_CASE("bad input: one line each") {
     refused(good + Strings{"--full", "--rank", "4"}, "--full trains the model itself");
     refused(good + Strings{"--adapter-init", FIXTURES + "adapter", "--alpha", "4"}, "--adapter-init says it already");
     refused(good + Strings{"--resume"}, "no run to resume");
+    fs::create_directory(out.path / "a");
+    write_file(out / "a/trainer_log.jsonl", "{}\n"); // a run that was killed before its first checkpoint
+    refused(good, "holds a run without a checkpoint; --overwrite replaces it");
+    refused(good + Strings{"--resume"}, "no run to resume: it has no state.safetensors; --overwrite begins anew");
+    fs::remove_all(out.path / "a");
     refused(good + Strings{"--eval-every", "3"}, "--eval FILE");
     refused(good + Strings{"--eval", rows().all}, "32 rows are in");
     refused(good + Strings{"--max-len", "5"}, "every row has more than 5 tokens");
@@ -621,7 +630,7 @@ TEST_CASE("bad input: one line each") {
         w.add({1, 2 | TRAIN});
         w.commit();
     }
-    refused({TINY, out / "other.bin", "-o", out / "a"}, "made with another tokenizer");
+    refused({TINY, out / "other.bin", "-o", out / "a"}, "made with another tokenizer; datagen pack -z " + VOCABULARY + " makes it again for this model");
     const Tokenizer tokenizer(VOCABULARY);
     {
         DatasetWriter w(out / "high.bin", tokenizer.hash(), template_hash());
