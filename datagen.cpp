@@ -91,7 +91,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--timeout", "SECONDS", "for a reply (default 300)", {}},
         {"", "--retries", "N", "of a request that failed (default 6)", {}},
         {"", "--journal", "FILE", "where replies go as they come (default: INPUT.journal)", {}},
-        {"", "--again", "FILE", "what collect dropped: replies without a question, which are asked again", {}},
+        {"", "--again", "FILE", "what collect dropped: replies without a question are asked again (default:\nnone is)", {}},
         {"", "--chunks", "FILE", "what `chunk` wrote: the source of each row (collect needs it; filter's\n"
          "default: answers are not compared with their source)", {}},
         {"", "--terms", "FILE|auto", "terms of the subject, one of which a row has to name; auto takes them\n"
