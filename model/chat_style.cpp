@@ -55,6 +55,7 @@ ChatStyle ChatStyle::of(std::string_view jinja) {
                                                          s == std::string(head) + style.system + std::string(tail));
         if (style.strange.empty() && !known.count(s) && !of_system) style.strange = s;
     }
+    if (style.strange.empty() && jinja.find("<|im_start|>") == jinja.npos) style.strange = jinja;
     const size_t prompt = std::min(jinja.rfind("add_generation_prompt"), jinja.size());
     const std::string_view end = jinja.substr(prompt); // what writes the generation prompt
     style.thinks = jinja.find("<think>") != jinja.npos;

@@ -59,6 +59,7 @@ TEST_CASE("a template's thoughts and its system prompt are read from its texts; 
     CHECK(ChatStyle::of("{{ '[INST] ' + content }}" + NEVER).strange == "[INST] ");
     CHECK(ChatStyle::of(NEVER + R"({{ "<|im_start|>critic\n" }})").strange == "<|im_start|>critic\n");
     CHECK(ChatStyle::of(BODY + R"({%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{%- endif %})").strange != "");
+    CHECK(ChatStyle::of("{{ content }}").strange == "{{ content }}"); // no turns
     for (const char* broken : {"{{", "{{ '", "{{ 'a\\", "{{ 'a' + \"b", "}}", "{{}}"}) ChatStyle::of(broken);
 }
 
