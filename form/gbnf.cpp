@@ -56,6 +56,7 @@ struct GbnfReader : PatternReader {
         Pattern all{Pattern::CHOICE};
         for (;;) {
             skip(true);
+            spend_part();
             all.parts.push_back(sequence(inside));
             const size_t end = at;
             skip(true);
@@ -105,9 +106,11 @@ struct GbnfReader : PatternReader {
     }
 
     Pattern atom() {
+        spend_part();
         if (accept('"')) {
             Pattern word;
             while (!accept('"')) {
+                spend_part();
                 const uint32_t c = code("a string without its end");
                 word.parts.push_back(Pattern::character({{c, c}}));
             }
@@ -147,6 +150,7 @@ struct GbnfReader : PatternReader {
         const bool negated = accept('^');
         Codes all;
         while (!accept(']')) {
+            grammar.spend(1, 64);
             const uint32_t low = code("a [ without its ]");
             uint32_t high = low;
             if (peek() == '-' && peek(1) != ']') at++, high = code("a [ without its ]");

@@ -4,7 +4,15 @@
 #include "sj.h"
 #include <algorithm>
 
+void Grammar::spend(size_t more_steps, size_t more_bytes) {
+    steps += more_steps, bytes_taken += more_bytes;
+    if (bytes_taken > MAX_BYTES) DIE("the form is too large: it takes more than %zu MB to make", MAX_BYTES >> 20);
+    if (steps > MAX_STEPS) DIE("the form is too large: it takes more than %zu steps to make", MAX_STEPS);
+    if (form_stop && *form_stop) DIE("the client has gone");
+}
+
 int Grammar::add(Op op, int x, int y) {
+    spend(1, 0);
     if (at.size() >= MAX_POSITIONS) DIE("the grammar is too large: more than %zu positions", MAX_POSITIONS);
     at.push_back({op, (uint32_t)x, (uint32_t)y});
     return (int)at.size() - 1;
@@ -12,7 +20,7 @@ int Grammar::add(Op op, int x, int y) {
 
 int Grammar::bytes(const ByteSet& set, int next) {
     const auto [known, fresh] = set_number.try_emplace(set, (int)sets.size());
-    if (fresh) sets.push_back(set);
+    if (fresh) spend(1, 128), sets.push_back(set);
     return add(BYTES, next, known->second);
 }
 
@@ -35,11 +43,13 @@ int Grammar::any_of(const std::vector<int>& starts) {
 }
 
 int Grammar::new_rule(const std::string& name) {
+    spend(2, 256 + name.size());
     rules.push_back({name});
     return (int)rules.size() - 1;
 }
 
 int Grammar::words(std::vector<std::string> list, int next) {
+    spend(4 * list.size());
     std::sort(list.begin(), list.end());
     list.erase(std::unique(list.begin(), list.end()), list.end());
     std::string path;
@@ -52,6 +62,7 @@ int Grammar::words(std::vector<std::string> list, int next) {
         }
     };
     for (auto& word : list) {
+        if (word.size() > MAX_POSITIONS) DIE("the grammar is too large: more than %zu positions", MAX_POSITIONS);
         size_t same = 0;
         while (same < std::min(word.size(), path.size()) && word[same] == path[same]) same++;
         close(same);
@@ -99,6 +110,7 @@ static bool contains(const Codes& codes, uint32_t c) {
 
 int Grammar::character(const Codes& codes, int next, Coding coding) {
     static const Codes SURROGATES = {{0xD800, 0xDFFF}}, ESCAPED = {{0, 0x1F}, {'"', '"'}, {'\\', '\\'}};
+    spend(1 + codes.size());
     Codes plain = without(codes, SURROGATES);
     std::vector<int> starts;
     if (coding == IN_STRING) {

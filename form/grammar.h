@@ -2,11 +2,13 @@
 // (schema.h) become one, an Automaton runs it.
 //
 // A Grammar is a set of rules, each a nondeterministic automaton over bytes, whose positions may call other rules.
-// It may come from a hostile client: the number of positions is limited.
+// It may come from a hostile client: the number of positions is limited, and so are the memory and the steps that it
+// takes to make them (spend).
 #pragma once
 #include "form/pattern.h"
 #include <array>
 #include <bitset>
+#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -20,6 +22,9 @@
 constexpr char ADDED_TOKEN = '\xFF';
 
 using ByteSet = std::bitset<256>;
+
+// Set by the server for the thread that reads a request: once it is not 0 the client has gone, and grammars end.
+inline thread_local const volatile sig_atomic_t* form_stop = nullptr;
 
 struct Grammar {
     // BYTES: a byte of set y, then x. SPLIT: x or y. CALL: rule y, then x. FINAL: the rule ends. NEVER: no way on.
@@ -35,7 +40,9 @@ struct Grammar {
         int rank = 0;          // callers before those whom they call
     };
     static constexpr size_t MAX_POSITIONS = 1 << 18;
-    static constexpr size_t MAX_TEXT = 1 << 20; // bytes that a pattern is read from: it takes 100 times that
+    static constexpr size_t MAX_TEXT = 1 << 20;   // bytes that a pattern is read from
+    static constexpr size_t MAX_BYTES = 64 << 20; // that are taken until the grammar is made,
+    static constexpr size_t MAX_STEPS = 4'000'000; // ... and steps of about 50 ns: allocations, comparisons
     static constexpr int FINAL = 0;         // the position where every rule ends
     static constexpr int MAX_REPEAT = 100000;
 
@@ -49,6 +56,9 @@ struct Grammar {
     // Each leads only to the one before it in the list, and (if it may be left out) to where the first leads.
     struct Copies { uint32_t base, size, count, start; };
     std::vector<Copies> copies;
+
+    // Counts steps and bytes of whoever builds, and ends him where he takes too many, or where the client has gone.
+    void spend(size_t steps, size_t bytes = 0);
 
     // ---- Building, from the end: what a text begins with is made last. Each takes where to go on, and returns the
     // position where it begins.
@@ -77,6 +87,7 @@ struct Grammar {
   private:
     struct Hash { size_t operator()(const ByteSet& s) const { return std::hash<ByteSet>()(s); } };
     std::unordered_map<ByteSet, int, Hash> set_number;
+    size_t steps = 0, bytes_taken = 0; // so far
 
     int in_copies(int count, int p, const Body& copy);
     bool passes_empty(const Copies& c) const;

@@ -43,7 +43,7 @@ struct RegexReader : PatternReader {
     Pattern choice() {
         if (++depth > MAX_DEPTH) fail("nested too deep");
         Pattern all{Pattern::CHOICE};
-        do all.parts.push_back(sequence());
+        do spend_part(), all.parts.push_back(sequence());
         while (accept('|'));
         depth--;
         return all.parts.size() == 1 ? std::move(all.parts[0]) : std::move(all);
@@ -81,6 +81,7 @@ struct RegexReader : PatternReader {
     }
 
     Pattern atom() {
+        spend_part();
         switch (peek()) {
         case '(': return group();
         case '[': return Pattern::character(char_class());
@@ -149,6 +150,7 @@ struct RegexReader : PatternReader {
         Codes all;
         while (peek() != ']') {
             if (!more()) fail("a [ without its ]");
+            grammar.spend(1, 64);
             if (peek() == '[' && peek(1) == ':') fail("[:classes:] are not supported");
             Codes low = class_atom();
             if (peek() == '-' && peek(1) != ']' && at + 1 < text.size()) {

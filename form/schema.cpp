@@ -12,27 +12,40 @@
 #include <cmath>
 
 int SchemaReader::read(int next) {
-    const int p = schema(root, next);
+    const int p = here(root, next);
     while (!pending.empty()) {
         const auto [rule, v] = pending.back();
         pending.pop_back();
-        const int start = schema(v, Grammar::FINAL, true);
+        const int start = here(v, Grammar::FINAL);
         g.rules[(size_t)rule].start = start;
     }
     return p;
 }
 
 // ---- From schemas to positions
-int SchemaReader::schema(sj::Value v, int next, bool here) { // here: not by another rule
-    if (v.is(sj::Object) && !here) {
-        bool only_ref = (bool)v["$ref"], plain = true; // plain: without a keyword
-        for (auto [word, value] : v.members()) {
-            only_ref = only_ref && (word == "$ref" || is_annotation(word));
-            plain = plain && is_annotation(word);
-        }
-        if (only_ref) return g.call(rule_for(resolve(v["$ref"])), next);
-        if (plain) return json.value(next);
+// Whether there may be schemas in it: then it is a rule of its own.
+static bool has_schemas(const std::string& word) {
+    static const std::set<std::string> all = {"$ref", "allOf", "anyOf", "oneOf", "properties", "additionalProperties",
+                                              "items", "prefixItems", "additionalItems"};
+    return all.count(word);
+}
+
+int SchemaReader::schema(sj::Value v, int next) {
+    bool only_ref = v.is(sj::Object), plain = only_ref, deep = false; // plain: without a keyword
+    sj::Value ref;
+    for (auto [word, value] : v.members()) {
+        g.spend(4 + word.size() / 16);
+        if (word == "$ref") ref = value;
+        else only_ref = only_ref && is_annotation(word);
+        plain = plain && is_annotation(word);
+        deep = deep || has_schemas(word);
     }
+    if (only_ref && ref) return g.call(rule_for(resolve(ref)), next);
+    if (plain) return json.value(next);
+    return deep ? g.call(rule_for(v), next) : here(v, next);
+}
+
+int SchemaReader::here(sj::Value v, int next) {
     Keywords k;
     gather(v, k);
     return from(k, next);
@@ -67,59 +80,29 @@ int SchemaReader::from(const Keywords& k, int next) {
 }
 
 int SchemaReader::choice(Keywords k, int next) {
+    if (++choosing > MAX_CHOOSING)
+        DIE("the schema is too large: more than %d anyOf and oneOf for one value, or one that refers to itself",
+            MAX_CHOOSING);
     const auto [word, list] = k.choices.back();
     k.choices.pop_back();
     const bool alone = k.words.empty() && k.choices.empty() && k.properties.empty() && k.required.empty() &&
                        !k.types;
     std::vector<int> starts;
-    std::vector<Keywords> branches;
+    std::vector<Distinction> branches;
+    std::map<std::string, int> numbers; // of texts, for distinctions
     for (sj::Value part : list.items()) {
-        limit(k, 1);
-        branches.push_back(k);
-        gather(part, branches.back());
-        starts.push_back(alone ? schema(part, next) : from(branches.back(), next));
+        if (alone && word == "anyOf") {
+            starts.push_back(schema(part, next));
+            continue;
+        }
+        Keywords branch = copy(k);
+        gather(part, branch);
+        if (word == "oneOf") branches.push_back(distinction(branch, numbers));
+        starts.push_back(alone ? schema(part, next) : from(branch, next));
     }
-    if (word == "oneOf")
-        for (size_t i = 0; i < branches.size(); i++)
-            for (size_t j = 0; j < i; j++)
-                if (!differ(branches[i], branches[j]))
-                    DIE("oneOf is supported where the branches differ in type, or in the constant of a required "
-                        "property; anyOf may do");
+    check_distinct(branches);
+    choosing--;
     return g.any_of(starts);
-}
-
-static std::set<std::string> values_of(const Keywords& k) { // of const or enum, if they are strings
-    std::set<std::string> all;
-    if (k["const"].is(sj::String)) all.insert(k["const"].str());
-    else for (sj::Value v : k["enum"].items())
-        if (v.is(sj::String)) all.insert(v.str());
-        else return {};
-    return all;
-}
-
-// Whether no value has both forms, as far as it is plain to see.
-bool SchemaReader::differ(const Keywords& a, const Keywords& b) {
-    if (++merges > 100 * MAX_MERGES) DIE("the schema is too large: oneOf");
-    const std::set<std::string> x = values_of(a), y = values_of(b);
-    auto apart = [](const std::set<std::string>& x, const std::set<std::string>& y) {
-        return std::none_of(x.begin(), x.end(), [&](auto& one) { return y.count(one); });
-    };
-    if (!x.empty() && !y.empty()) return apart(x, y);
-    auto with_integers = [](std::set<std::string> types) {
-        if (types.count("number")) types.insert("integer");
-        return types;
-    };
-    if (a.types && b.types && apart(with_integers(*a.types), with_integers(*b.types))) return true;
-    const std::set<std::string> object = {"object"};
-    if (a.types.value_or(object) != object || b.types.value_or(object) != object) return false;
-    for (auto& [name, schema] : a.properties) {
-        if (!a.required.count(name) || !b.required.count(name) || !b.property(name)) continue;
-        Keywords p, q;
-        gather(schema, p), gather(b.property(name), q);
-        const std::set<std::string> x = values_of(p), y = values_of(q);
-        if (!x.empty() && !y.empty() && apart(x, y)) return true;
-    }
-    return false;
 }
 
 int SchemaReader::constant(const Keywords& k, int next) {
@@ -223,6 +206,7 @@ int SchemaReader::array(const Keywords& k, int next) {
     sj::Value rest = k["items"];
     const sj::Value list = rest.is(sj::Array) ? rest : k["prefixItems"];
     if (list && !list.is(sj::Array)) DIE("prefixItems must be a list");
+    g.spend(list.size(), 16 * list.size());
     for (sj::Value v : list.items()) first.push_back(v);
     if (rest.is(sj::Array)) rest = k["additionalItems"];
     const int least = count(k, "minItems", 0), most = count(k, "maxItems", -1), n = (int)first.size();
@@ -249,44 +233,42 @@ int SchemaReader::array(const Keywords& k, int next) {
     return g.literal("[", json.space(after));
 }
 
-static Codes tidy_singles(Codes c) {
-    std::sort(c.begin(), c.end());
-    c.erase(std::unique(c.begin(), c.end()), c.end());
-    return c;
-}
-
-// A property's name that is none of these, in quotes: of characters that need no escape.
-int SchemaReader::other_name(std::vector<std::string> names, int next) {
-    static const Codes ESCAPED = {{0, 0x1F}, {'"', '"'}, {'\\', '\\'}};
-    const int quote = g.literal("\"", next), any = g.repeat([&](int p) {
-        return g.character(complement(ESCAPED), p, RAW);
-    }, 0, -1, quote);
-    std::map<std::string, std::pair<bool, Codes>> branches; // by what is begun: is it a name; what goes on
-    branches[""];
-    for (auto& name : names) {
-        std::string begun;
+// A property's name that is none of k's and of these, in quotes: of characters that need no escape.
+int SchemaReader::other_name(const Keywords& k, const std::vector<std::string_view>& more, int next) {
+    static const Codes ESCAPED = {{0, 0x1F}, {'"', '"'}, {'\\', '\\'}}, PLAIN = complement(ESCAPED);
+    const int quote = g.literal("\"", next);
+    const int any = g.repeat([&](int p) { return g.character(PLAIN, p, RAW); }, 0, -1, quote);
+    struct Begun { // a beginning of names
+        std::map<uint32_t, size_t> on{}; // by the next character
+        bool is_name = false;
+        int start = 0;
+    };
+    std::vector<Begun> begun(1); // each after those that it goes on
+    auto add = [&](std::string_view name) {
+        size_t at = 0;
         for (const char* p = name.data(); p < name.data() + name.size();) {
-            const char* from = p;
-            const uint32_t c = utf8_read(p);
-            branches[begun].second.push_back({c, c});
-            begun.append(from, (size_t)(p - from));
-            branches[begun];
+            g.spend(2, sizeof(Begun) + 48);
+            const auto [on, fresh] = begun[at].on.try_emplace(utf8_read(p), begun.size());
+            at = on->second;
+            if (fresh) begun.emplace_back();
         }
-        branches[begun].first = true;
-    }
-    std::map<std::string, int> made;
-    for (auto it = branches.rbegin(); it != branches.rend(); ++it) { // longer ones first
-        const auto& [begun, branch] = *it;
-        std::vector<int> ways = {g.character(without(complement(ESCAPED), branch.second), any, RAW)};
-        if (!branch.first) ways.push_back(quote);
-        for (auto [c, same] : tidy_singles(branch.second)) {
+        begun[at].is_name = true;
+    };
+    for (auto& property : k.properties) add(property.first);
+    for (auto& name : more) add(name);
+    for (size_t i = begun.size(); i-- > 0;) {
+        Codes known = ESCAPED;
+        for (auto& [c, to] : begun[i].on) known.push_back({c, c});
+        std::vector<int> ways = {g.character(complement(known), any, RAW)};
+        if (!begun[i].is_name) ways.push_back(quote);
+        for (auto& [c, to] : begun[i].on) {
             std::string character;
             utf8_append(character, c);
-            if (c >= 0x20 && c != '"' && c != '\\') ways.push_back(g.literal(character, made[begun + character]));
+            if (c >= 0x20 && c != '"' && c != '\\') ways.push_back(g.literal(character, begun[to].start));
         }
-        made[begun] = g.any_of(ways);
+        begun[i].start = g.any_of(ways);
     }
-    return g.literal("\"", made[""]);
+    return g.literal("\"", begun[0].start);
 }
 
 int SchemaReader::object(const Keywords& k, int next) {
@@ -299,20 +281,20 @@ int SchemaReader::object(const Keywords& k, int next) {
         return others && !others.is(sj::True) ? g.call(rule_for(others), p) : json.value(p);
     };
     auto properties = k.properties;
-    std::vector<std::string> names;
-    for (auto& name : k.required)
+    std::vector<std::string_view> unlisted;
+    g.spend(2 * (k.properties.size() + k.required.size()), 48 * (k.properties.size() + k.required.size()));
+    for (std::string_view name : k.required)
         if (!k.property(name)) {
             if (others && !open) return g.never();
-            properties.push_back({name, {}});
+            properties.push_back({name, {}}), unlisted.push_back(name);
         }
-    for (auto& [name, schema] : properties) names.push_back(name);
 
     // From the end. `begun`, `fresh`: where one is after some of the properties, and after none.
     const int end = json.space(g.literal("}", next));
     int begun = end, fresh = end;
     if (open) {
         const int loop = g.add(Grammar::SPLIT, 0, end);
-        const int pair = other_name(names, g.literal(":", json.space(other_value(loop))));
+        const int pair = other_name(k, unlisted, g.literal(":", json.space(other_value(loop))));
         const int more = g.literal(",", json.space(pair));
         g.at[(size_t)loop].x = (uint32_t)more;
         begun = loop, fresh = g.split(pair, end);

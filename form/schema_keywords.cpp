@@ -12,10 +12,14 @@ sj::Value Keywords::operator[](const char* word) const {
     return found == words.end() ? sj::Value{} : found->second;
 }
 
-sj::Value Keywords::property(const std::string& name) const {
-    for (auto& [known, schema] : properties)
-        if (known == name) return schema;
-    return {};
+sj::Value Keywords::property(std::string_view name) const {
+    const auto found = places.find(name);
+    return found == places.end() ? sj::Value{} : properties[found->second].second;
+}
+
+size_t Keywords::bytes() const { // that a copy takes, about
+    return sizeof *this + 128 * words.size() + 112 * properties.size() + 64 * (choices.size() + required.size()) +
+           48 * (of_objects.size() + of_arrays.size()) + 512;
 }
 
 bool SchemaReader::is_annotation(const std::string& word) {
@@ -41,8 +45,29 @@ static bool is_known(const std::string& word) {
 }
 
 // ---- Which schema it is
-sj::Value SchemaReader::resolve(sj::Value ref) const {
+// One step of a pointer. An object's members are read once, however many go through it.
+sj::Value SchemaReader::member(sj::Value v, const std::string& step) {
+    if (v.is(sj::Array)) {
+        const size_t i = strtoul(step.c_str(), nullptr, 10);
+        g.spend(std::min(i, v.size()) / 4);
+        return v[i];
+    }
+    if (!v.is(sj::Object)) return {};
+    const auto [known, fresh] = members_of.try_emplace(v.node);
+    if (fresh)
+        for (auto [name, value] : v.members()) {
+            g.spend(2 + name.size() / 16, 96 + name.size());
+            known->second[name] = value;
+        }
+    const auto found = known->second.find(step);
+    return found == known->second.end() ? sj::Value{} : found->second;
+}
+
+sj::Value SchemaReader::resolve(sj::Value ref) {
+    const auto known = resolved.find(ref.node);
+    if (known != resolved.end()) return known->second;
     const std::string path = ref.str();
+    g.spend(4 + path.size() / 4, 64 + path.size());
     if (!ref.is(sj::String) || path.empty() || path[0] != '#' || (path.size() > 1 && path[1] != '/'))
         DIE("$ref: only references within the schema (#/...) are supported");
     sj::Value at = root;
@@ -56,11 +81,11 @@ sj::Value SchemaReader::resolve(sj::Value ref) const {
             if (low >= 0) step += (char)(high << 4 | low), k += 2;
             else step += escape ? (path[++k] == '1' ? '/' : '~') : path[k];
         }
-        at = at.is(sj::Array) ? at[(size_t)strtoul(step.c_str(), nullptr, 10)] : at[std::string_view(step)];
+        at = member(at, step);
         i = end;
     }
     if (!at) DIE("$ref: there is no %s", in_quotes(path).c_str());
-    return at;
+    return resolved[ref.node] = at;
 }
 
 int SchemaReader::rule_for(sj::Value v) {
@@ -71,20 +96,28 @@ int SchemaReader::rule_for(sj::Value v) {
     return r;
 }
 
-// Before so many copies of k are made.
-void SchemaReader::limit(const Keywords& k, size_t copies) {
-    const size_t names = k.properties.size() + k.required.size();
-    copied += copies * names;
-    if (names > MAX_NAMES || copied > MAX_COPIED) DIE("the schema is too large: too many properties");
+std::string_view SchemaReader::name_of(const std::string& text) {
+    const auto known = names.find(text);
+    if (known != names.end()) return *known;
+    g.spend(2, 96 + text.size());
+    return *names.insert(text).first;
+}
+
+Keywords SchemaReader::copy(const Keywords& k) {
+    const size_t bytes = k.bytes();
+    g.spend(bytes / 64, bytes);
+    return k;
 }
 
 void SchemaReader::gather(sj::Value v, Keywords& k, int depth) {
     if (depth > 32) DIE("$ref: a schema that refers to itself");
     if (++merges > MAX_MERGES) DIE("the schema is too large: its anyOf, oneOf and allOf multiply");
+    g.spend(4);
     if (v.is(sj::True)) return;
     if (v.is(sj::False)) return k.types.emplace(), void();
     if (!v.is(sj::Object)) DIE("a schema must be an object, true or false");
     for (auto [word, value] : v.members()) {
+        g.spend(4 + word.size() / 16);
         if (word == "$ref") gather(resolve(value), k, depth + 1);
         else if (word == "allOf") {
             if (!value.is(sj::Array) || value.size() == 0) DIE("allOf must be a list");
@@ -117,36 +150,47 @@ static void gather_types(sj::Value value, Keywords& k) {
     k.types = types;
 }
 
+static void check_names(const Keywords& k, size_t most) {
+    if (k.properties.size() > most || k.required.size() > most) DIE("the schema is too large: too many properties");
+}
+
+// Where a name comes twice within one object its last schema holds.
+void SchemaReader::gather_properties(sj::Value value, sj::Value owner, Keywords& k) {
+    if (!value.is(sj::Object)) DIE("properties must be an object");
+    k.with_properties = true;
+    k.of_objects.insert(owner.node);
+    const size_t before = k.properties.size();
+    for (auto [text, schema] : value.members()) {
+        g.spend(4 + text.size() / 16, 112);
+        const std::string_view name = name_of(text);
+        const auto [place, fresh] = k.places.try_emplace(name, k.properties.size());
+        if (fresh) k.properties.push_back({name, schema});
+        else if (place->second >= before) k.properties[place->second].second = schema;
+        else DIE("properties: %s is described twice", in_quotes(text).c_str());
+    }
+    check_names(k, MAX_NAMES);
+}
+
 void SchemaReader::gather_one(const std::string& word, sj::Value value, sj::Value owner, Keywords& k) {
-    if (word == "type") gather_types(value, k);
-    else if (word == "properties") {
-        if (!value.is(sj::Object)) DIE("properties must be an object");
-        k.with_properties = true;
-        k.of_objects.insert(owner.node);
-        std::map<std::string, sj::Value> last; // of those with one name
-        std::set<std::string> known;
-        for (auto& property : k.properties) known.insert(property.first);
-        for (auto [name, schema] : value.members()) last[name] = schema;
-        for (auto [name, schema] : value.members()) {
-            auto one = last.extract(name);
-            if (!one) continue;
-            if (known.count(name)) DIE("properties: %s is described twice", in_quotes(name).c_str());
-            k.properties.push_back({name, one.mapped()});
-        }
-        limit(k, 1);
-    } else if (word == "required") {
+    if (word == "type") g.spend(2 * value.size()), gather_types(value, k);
+    else if (word == "properties") gather_properties(value, owner, k);
+    else if (word == "required") {
         if (!value.is(sj::Array)) DIE("required must be a list");
+        g.spend(4 * value.size(), 64 * value.size());
         for (sj::Value name : value.items())
             if (!name.is(sj::String)) DIE("required must be a list of strings");
-            else k.required.insert(name.str());
-        limit(k, 0);
+            else k.required.insert(name_of(name.str()));
+        check_names(k, MAX_NAMES);
     } else if (is_refused(word)) {
         if (word == "uniqueItems" && value.is(sj::False)) return;
         DIE("%s is not supported", word.c_str());
     } else if (is_known(word)) {
-        if (k.words.count(word) && k.words[word].raw() != value.raw())
-            DIE("%s is given twice, by allOf, anyOf, oneOf or $ref", word.c_str());
-        k.words[word] = value;
+        const auto [known, fresh] = k.words.try_emplace(word, value);
+        if (!fresh && known->second.node != value.node) {
+            g.spend(value.raw().size() / 64);
+            if (known->second.raw() != value.raw())
+                DIE("%s is given twice, by allOf, anyOf, oneOf or $ref", word.c_str());
+        }
         if (word == "additionalProperties") k.of_objects.insert(owner.node);
         if (word == "items" || word == "prefixItems" || word == "additionalItems") k.of_arrays.insert(owner.node);
     } else if ((word == "$id" || word == "id") && owner.node != root.node && value.is(sj::String)) {

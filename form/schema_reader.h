@@ -5,28 +5,47 @@
 #include "form/json_rules.h"
 #include "sj.h"
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
-// The keywords of a schema, together with those of the schemas that it refers to and of its allOf.
+// The keywords of a schema, together with those of the schemas that it refers to and of its allOf. Names of properties
+// are the reader's.
 struct Keywords {
     std::map<std::string, sj::Value> words{};
-    std::vector<std::pair<std::string, sj::Value>> properties{}; // name and schema
-    std::vector<std::pair<std::string, sj::Value>> choices{};    // anyOf or oneOf, and its list
-    std::set<std::string> required{};
+    std::vector<std::pair<std::string_view, sj::Value>> properties{}; // name and schema
+    std::map<std::string_view, size_t> places{};                      // of the names in `properties`
+    std::vector<std::pair<std::string, sj::Value>> choices{};         // anyOf or oneOf, and its list
+    std::set<std::string_view> required{};
     std::optional<std::set<std::string>> types{};
     bool with_properties = false;
     std::set<const sj::Node*> of_objects{}, of_arrays{}; // the schemas that say what else may be in one
 
     sj::Value operator[](const char* word) const;
-    sj::Value property(const std::string& name) const;
+    sj::Value property(std::string_view name) const;
+    size_t bytes() const;
+};
+
+// What tells a branch of oneOf from the others: texts that its value must be one of, its types, and such texts of the
+// properties that it must have.
+struct Distinction {
+    using Texts = std::vector<int>; // numbers of texts, in order
+    Texts values{};
+    unsigned types = 0; // a bit each; 0: none is given
+    bool object = false;
+    std::map<std::string_view, Texts> constants{};
 };
 
 // Throws Error: a keyword that is not supported, a schema that is too large.
+//
+// The depth of its recursion is bounded by constants: a schema within another one that may again have schemas in it
+// becomes a rule, and rules are read one after the other.
 struct SchemaReader {
     Grammar& g;
     JsonRules& json;
@@ -37,23 +56,33 @@ struct SchemaReader {
     int read(int next); // the position where a value that the schema allows begins
 
   private:
-    std::map<const sj::Node*, int> rule_of;
+    using Members = std::unordered_map<std::string, sj::Value>;
+    std::unordered_map<const sj::Node*, int> rule_of;
     std::vector<std::pair<int, sj::Value>> pending;
-    int merges = 0;
-    size_t copied = 0; // names of properties
-    static constexpr int MAX_MERGES = 10000;
-    static constexpr size_t MAX_NAMES = 10000, MAX_COPIED = 1 << 20;
+    std::unordered_map<const sj::Node*, sj::Value> resolved;  // by the string of a $ref
+    std::unordered_map<const sj::Node*, Members> members_of;  // objects on the way to them
+    std::set<std::string, std::less<>> names;
+    int merges = 0, choosing = 0;
+    static constexpr int MAX_MERGES = 10000, MAX_CHOOSING = 64;
+    static constexpr size_t MAX_NAMES = 10000;
 
     static bool is_annotation(const std::string& word);
-    sj::Value resolve(sj::Value ref) const;
+    sj::Value resolve(sj::Value ref);
+    sj::Value member(sj::Value v, const std::string& step);
+    std::string_view name_of(const std::string& text);
     int rule_for(sj::Value v);
-    void limit(const Keywords& k, size_t copies);
+    Keywords copy(const Keywords& k);
     void gather(sj::Value v, Keywords& k, int depth = 0);
     void gather_one(const std::string& word, sj::Value value, sj::Value owner, Keywords& k);
-    int schema(sj::Value v, int next, bool here = false);
+    void gather_properties(sj::Value value, sj::Value owner, Keywords& k);
+    int schema(sj::Value v, int next);
+    int here(sj::Value v, int next);
     int from(const Keywords& k, int next);
     int choice(Keywords k, int next);
-    bool differ(const Keywords& a, const Keywords& b);
+    Distinction distinction(const Keywords& k, std::map<std::string, int>& numbers);
+    Distinction::Texts texts_of(const Keywords& k, std::map<std::string, int>& numbers);
+    void check_distinct(const std::vector<Distinction>& all);
+    bool differ(const Distinction& a, const Distinction& b);
     int constant(const Keywords& k, int next);
     int count(const Keywords& k, const char* word, int otherwise) const;
     int in_quotes_of(const Pattern& p, int next) {
@@ -63,5 +92,5 @@ struct SchemaReader {
     int number(const Keywords& k, bool integer, int next);
     int array(const Keywords& k, int next);
     int object(const Keywords& k, int next);
-    int other_name(std::vector<std::string> names, int next);
+    int other_name(const Keywords& k, const std::vector<std::string_view>& more, int next);
 };

@@ -25,9 +25,13 @@ struct Http {
     bool chunked = false;
     int patience = 30'000;  // ms without a byte
 
-    // segment: bytes of a packet; 0: what the network likes (loopback: 64 KB).
-    explicit Http(int port, const char* host = "127.0.0.1", int segment = 0) : fd(socket(AF_INET, SOCK_STREAM, 0)) {
-        sockaddr_in at = {};
+    // segment: bytes of a packet; 0: what the network likes (loopback: 64 KB). from: the client's own address.
+    explicit Http(int port, const char* host = "127.0.0.1", int segment = 0, const char* from = nullptr)
+        : fd(socket(AF_INET, SOCK_STREAM, 0)) {
+        sockaddr_in at = {}, own = {};
+        own.sin_family = AF_INET;
+        if (from && (inet_pton(AF_INET, from, &own.sin_addr) != 1 || bind(fd, (sockaddr*)&own, sizeof own)))
+            DIE("%s: %s", from, strerror(errno));
         at.sin_family = AF_INET, at.sin_port = htons((uint16_t)port);
         inet_pton(AF_INET, host, &at.sin_addr);
         const int one = 1;

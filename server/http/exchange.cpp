@@ -1,5 +1,6 @@
 // exchange.cpp: a request is read and checked; what is said of it in the log.
 #include "base/file.h"
+#include "form/grammar.h"
 #include "search/hybrid.h"
 #include "server/api/messages.h"
 #include "server/api/paths.h"
@@ -173,10 +174,11 @@ MHD_Result Exchange::answer_it() {
             if (!entered) refusal = std::make_unique<Refusal>(queue_is_full());
         }
         if (open && !refusal && takes_long()) {
-            if (entered) looked_for = true, look_for(this);
+            looked_for = true, look_for(this);
             MHD_suspend_connection(connection);
             server.workers.add(server.options.keys.empty() ? peer.address : caller, [this] {
-                lookup_stop = &gone;
+                lookup_stop = form_stop = &gone;
+                if (gone && !filed() && !swaps()) refusal = std::make_unique<Refusal>(503, "the client has gone");
                 prepare();
                 MHD_resume_connection(connection);
             });

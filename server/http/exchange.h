@@ -63,7 +63,7 @@ struct Exchange {
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
-    volatile sig_atomic_t gone = 0;        // the peer, while its question is looked up in documents
+    volatile sig_atomic_t gone = 0;        // the peer, while a worker has its request
     bool entered = false, looked_for = false; // it has a place at the desk meanwhile; watch() looks at it
     std::string out;                       // what is being sent; of a stream, up to `sent`
     size_t sent = 0;

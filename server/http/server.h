@@ -39,7 +39,7 @@ struct Peer {
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
     Exchange* exchange = nullptr; // one that the engine works for,
-    Exchange* looking = nullptr;  // ... or one that is looked up in documents
+    Exchange* looking = nullptr;  // ... or one that a worker has: its grammar, its question to documents
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
     std::atomic<bool> over{false}; // the library has closed it, and says so when it next looks at it: maybe much later
 };

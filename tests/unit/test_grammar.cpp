@@ -6,7 +6,13 @@
 #include "form/schema.h"
 #include "model/tokenizer.h"
 #include "tests/process.h"
+#include "tests/schemas.h"
+#include <arpa/inet.h>
+#include <csignal>
 #include <regex>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 using Shared = std::shared_ptr<Automaton>;
 
@@ -324,7 +330,7 @@ TEST_CASE("schemas: JSON-Schema-Test-Suite: nothing invalid is accepted; what is
         INFO(whole);
         CHECK(refused_in[whole] == 0);
     }
-    CHECK(compiled == 134);
+    CHECK(compiled == 135);
     CHECK(compiled + refused == lines(suite).size());
     CHECK(invalid > 300);
     // The others: properties in another order or beyond those named, 1.0 as an integer, all hosts and zones, ...
@@ -397,6 +403,153 @@ TEST_CASE("schemas: every text that the masks lead to is JSON, and of the form t
     CHECK(accepts(from_schema(R"({"type": "object"})"), "{\n    \"a\": [\n        1.5e3,\n        true\n    ]\n}"));
 }
 
+TEST_CASE("schemas: those that refer to themselves beside other keywords are kept, to any depth") {
+    const Shared tree = from_schema(R"({"properties": {"x": {"properties": {"y": {"$ref": "#", "type": "object"}}}}})");
+    std::string deep = "{}";
+    for (int i = 0; i < 500; i++) deep = "{\"x\": {\"y\": " + deep + "}}";
+    CHECK(accepts(tree, deep));
+    CHECK(!accepts(tree, R"({"x": {"y": {"x": {"y": {"x": 1}}}}})"));
+    const Shared one = from_schema(R"({"properties": {"y": {"$ref": "#", "type": "object"}}})");
+    CHECK(accepts(one, R"({"y": {"y": {}}})"));
+    CHECK(!accepts(one, R"({"y": {"y": []}})"));
+    for (auto& row : std::vector<std::pair<std::string, std::string>>{ // what holds the recursion, and a text
+             {R"({"type": "array", "items": {"allOf": [{"$ref": "#"}], "minItems": 1}})", "[[[[], []]]]"},
+             {R"({"type": ["array", "null"], "prefixItems": [{"$ref": "#", "type": ["array", "null"]}, {"$ref": "#"}]})", "[[null, null], null]"},
+             {R"({"additionalProperties": {"$ref": "#", "type": "object"}})", R"({"a": {"b": {}}})"},
+             {R"({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#", "type": "object"}, {"type": "null"}]}}})", R"({"a": {"a": null}})"},
+             {R"({"type": "object", "properties": {"a": {"type": ["object", "null"], "oneOf": [{"$ref": "#"}, {"type": "null"}]}}})", R"({"a": {"a": null}})"}}) {
+        INFO(row.first);
+        CHECK(accepts(from_schema(row.first), row.second) == (row.first.find("minItems") == row.first.npos));
+    }
+    for (const char* endless : {R"({"type": "object", "anyOf": [{"$ref": "#"}]})", R"({"minLength": 1, "oneOf": [{"$ref": "#"}, {"type": "null"}]})",
+                                R"({"type": "object", "allOf": [{"anyOf": [{"$ref": "#"}, {"type": "null"}]}]})", R"({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}})"}) {
+        INFO(endless);
+        CHECK(refusal_of([&] { from_schema(endless); }).find("itself") != std::string::npos);
+    }
+    std::string chain = R"({"type": "object", "$ref": "#/$defs/0", "$defs": {)"; // 5,000 anyOf, each in the one before
+    for (int i = 0; i < 5000; i++) chain += format("\"%d\": {\"anyOf\": [{\"$ref\": \"#/$defs/%d\"}]}, ", i, i + 1);
+    CHECK(refusal_of([&] { from_schema(chain + R"("5000": {}}})"); }).find("too large") != std::string::npos);
+}
+
+TEST_CASE("schemas: made of random numbers: every text is what the schema allows, by a validator") {
+    size_t compiled = 0, refused = 0, texts = 0, long_ones = 0;
+    for (uint64_t seed = 1; seed <= 4000; seed++) {
+        Random random{seed * 7919};
+        Choices choose{[&] { return random.below(1 << 30); }};
+        const Json schema(SchemaMaker{choose}.make());
+        Shared a;
+        const std::string why = refusal_of([&] { a = automaton(grammar_of_schema(schema.root())); });
+        if (!a) {
+            refused++;
+            INFO(schema.root().raw());
+            CHECK(why != "");
+            continue;
+        }
+        compiled++;
+        for (int i = 0; i < 4; i++) {
+            const std::string text = draw_text(*a, choose, 400);
+            if (text.empty()) continue;
+            texts++, long_ones += text.size() > 40;
+            const Json said(text);
+            INFO(schema.root().raw());
+            INFO(text);
+            CHECK(Validator{schema.root()}.valid(schema.root(), said.root()));
+        }
+    }
+    CHECK(compiled > 1500);
+    CHECK(refused > 300);
+    CHECK(texts > 4000);
+    CHECK(long_ones > 200);
+}
+
+// Seconds of a core that f takes, with so many bytes of memory at most; f may throw Error. -1: it needs more of them.
+static double cost_of(size_t bytes, const std::function<void()>& f) {
+    const pid_t child = fork();
+    if (child == 0) {
+#ifndef __SANITIZE_ADDRESS__
+        size_t pages = 0;
+        if (FILE* now = fopen("/proc/self/statm", "r")) (void)!fscanf(now, "%zu", &pages), fclose(now);
+        const rlim_t most = pages * (size_t)sysconf(_SC_PAGESIZE) + bytes;
+        const rlimit limit = {most, most};
+        setrlimit(RLIMIT_AS, &limit);
+#endif
+        try {
+            f();
+        } catch (const Error& e) {
+            _exit(strlen(e.what()) ? 0 : 1);
+        } catch (const std::exception&) {
+            _exit(1);
+        }
+        _exit(0);
+    }
+    int status = 1;
+    rusage used;
+    wait4(child, &status, 0, &used);
+    auto time = [](const timeval& t) { return (double)t.tv_sec + 1e-6 * (double)t.tv_usec; };
+    return status == 0 ? time(used.ru_utime) + time(used.ru_stime) : -1;
+}
+
+TEST_CASE("forms: memory and steps are bounded before they are taken, whatever asks for them") {
+    auto many = [](size_t n, const std::function<std::string(size_t)>& one) {
+        std::string all;
+        for (size_t i = 0; i < n; i++) all += (i ? ", " : "") + one(i);
+        return all;
+    };
+    auto number = [](size_t i) { return format("\"%zu\"", i); };
+    double slowest = 0;
+    auto check = [&](double cost) {
+        CHECK(cost >= 0);
+        CHECK(cost < 1); // (0.4 s on a machine that has nothing else to do)
+        slowest = std::max(slowest, cost);
+    };
+    std::string long_refs = R"({"type": "object", "allOf": [)" + many(5000, [](size_t) { return std::string(R"({"$ref": "#/$defs/a"})"); }) + R"(], "$defs": {"a": {"enum": [)" + many(100000, number) + "]}}}";
+    const std::string long_name(60000, 'a'), equal = many(400, number);
+    const std::vector<std::pair<std::string, std::string>> schemas = {
+        {"a long name", R"({"properties": {")" + long_name + R"(": {}}, "additionalProperties": true})"},
+        {"many anyOf", R"({"allOf": [)" + many(4990, [](size_t) { return std::string(R"({"anyOf": [{}]})"); }) + "]}"},
+        {"many $ref", R"({"anyOf": [)" + many(9000, [](size_t i) { return format("{\"$ref\": \"#/$defs/%zu\"}", 59999 - i); }) + R"(], "$defs": {)" +
+                      many(60000, [](size_t i) { return format("\"%zu\": {\"const\": %zu}", i, i); }) + "}}"},
+        {"oneOf of equal enums", R"({"oneOf": [)" + many(700, [&](size_t) { return "{\"enum\": [" + equal + "]}"; }) + "]}"},
+        {"oneOf of other enums", R"({"oneOf": [)" + many(700, [&](size_t i) { return "{\"enum\": [" + many(400, [&](size_t k) { return format("\"%zu-%zu\"", k, i); }) + "]}"; }) + "]}"},
+        {"oneOf of constants", R"({"oneOf": [)" + many(5000, [&](size_t i) { return format(R"({"properties": {"k": {"const": "%zu"}}, "required": ["k"]})", i); }) + "]}"},
+        {"a long name in every branch", R"({"required": [")" + std::string(1000000, 'a') + R"("], "anyOf": [)" + many(5000, [](size_t) { return std::string("{}"); }) + "]}"},
+        {"an enum by many $ref", long_refs},
+        {"a property in each of many", R"({"allOf": [)" + many(5000, [](size_t i) { return format("{\"properties\": {\"%zu\": {}}}", i); }) + "]}"},
+        {"much that is required", R"({"required": [)" + many(9000, number) + R"(], "properties": {)" + many(9000, [](size_t i) { return format("\"x%zu\": {}", i); }) + "}}"},
+        {"unknown words in every branch", R"({"minimum": 1, "anyOf": [)" + many(5000, [](size_t) { return std::string(R"({"$ref": "#/$defs/a"})"); }) + R"(], "$defs": {"a": {)" + many(100000, [](size_t i) { return format("\"x%zu\": 1", i); }) + "}}}"},
+        {"an enum of small values", "{\"enum\": [" + many(2000000, [](size_t) { return std::string("1"); }) + "]}"},
+        {"a long word", "{\"const\": \"" + std::string(7000000, 'a') + "\"}"},
+        {"long items of an enum", "{\"enum\": [[" + many(1000000, [](size_t) { return std::string("[]"); }) + "]]}"},
+        {"names of other properties", R"({"additionalProperties": true, "properties": {)" + many(9999, [](size_t i) { return format("\"%zu-%zu\": {}", i * 7919 % 10000, i); }) + "}}"}};
+    for (auto& row : schemas) {
+        INFO(row.first);
+        sj::Doc doc;
+        REQUIRE(sj::parse(doc, row.second).empty());
+        check(cost_of(160 << 20, [&] { grammar_of_schema(doc.root()); }));
+    }
+    const std::string text(1 << 20, 'a');
+    auto times = [](size_t n, const std::string& s) {
+        std::string all;
+        while (all.size() + s.size() <= n) all += s;
+        return all;
+    };
+    for (const std::string& pattern : Strings{text.substr(1), times(1 << 20, "[a]"), times(1 << 20, "a|"), times(1 << 20, "\\W"), "[" + times((1 << 20) - 2, "\\d") + "]", "[" + times((1 << 20) - 2, "\\W") + "]",
+                                       "(" + times(1 << 19, "[\u4e00-\u9fff]") + "){1000}", "((a?){1000}){1000}", "(((a{0}){1000}){1000}|b)*"}) {
+        INFO(pattern.substr(0, 20));
+        check(cost_of(160 << 20, [&] { grammar_of_regex(pattern); }));
+    }
+    for (const std::string& rules : Strings{"root ::= \"" + text.substr(20) + "\"", "root ::= " + times((1 << 20) - 20, "a b "), "root ::= " + times((1 << 20) - 20, "[a-z] "), times(1 << 20, "a::=b\n")}) {
+        INFO(rules.substr(0, 20));
+        check(cost_of(160 << 20, [&] { grammar_of_gbnf(rules); }));
+    }
+    MESSAGE("the slowest takes ", slowest, " s of a core");
+    // Once the client has gone nothing goes on.
+    volatile sig_atomic_t gone = 1;
+    form_stop = &gone;
+    CHECK(refusal_of([&] { from_schema(R"({"type": "object"})"); }).find("gone") != std::string::npos);
+    form_stop = nullptr;
+}
+
 TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
     const double start = seconds();
     auto schema = [](const std::string& text) { return refusal_of([&] { from_schema(text); }); };
@@ -416,7 +569,7 @@ TEST_CASE("schemas: what is hostile is refused or bounded, and quickly") {
     CHECK(schema(groups + "]}").find("multiply") != std::string::npos);
     std::string names, empty; // each branch has all the names
     for (int i = 0; i < 9000; i++) names += format("%s\"%d\": {}", i ? ", " : "", i), empty += i ? ", {}" : "{}";
-    CHECK(schema(R"({"type": "null", "anyOf": [)" + empty + R"(], "properties": {)" + names + "}}").find("too many") !=
+    CHECK(schema(R"({"type": "null", "anyOf": [)" + empty + R"(], "properties": {)" + names + "}}").find("too large") !=
           std::string::npos);
     CHECK(schema(R"({"type": "null", "properties": {"a": {}, )" + names + R"(}, "allOf": [{"properties": {"x": {}}}]})").empty());
     CHECK(schema(R"({"minimum": 1e99999})").find("minimum") != std::string::npos);

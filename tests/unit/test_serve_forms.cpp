@@ -543,10 +543,75 @@ TEST_CASE("HTTP: hostile forms are refused, and nobody waits for them") {
     CHECK(r.status == 400);
     CHECK(r.body.find("too large") != std::string::npos);
     CHECK(Json(r.body)["error"]["param"].str() == "structured_outputs");
+    // One that refers to itself beside another keyword, in every field that takes a schema.
+    const std::string self = R"({"properties":{"x":{"properties":{"y":{"$ref":"#","type":"object"}}}}})", little = "\"max_tokens\": 9, ";
+    const std::string tool = R"("name": "f", "description": "d", )";
+    for (auto& asked : std::vector<std::pair<const char*, std::string>>{
+             {CHAT, question(little + R"("response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": )" + self + "}}")},
+             {CHAT, question(little + "\"structured_outputs\": {\"json\": " + self + "}")},
+             {CHAT, question(little + "\"guided_json\": " + self)},
+             {CHAT, question(little + R"("tool_choice": "required", "tools": [{"type": "function", "function": {)" + tool + "\"parameters\": " + self + "}}]")},
+             {COMPLETION, "{\"prompt\": \"a\", " + little + "\"guided_json\": " + self + "}"},
+             {RESPONSES, R"({"input": "a", "max_output_tokens": 9, "text": {"format": {"type": "json_schema", "name": "n", "schema": )" + self + "}}}"},
+             {RESPONSES, R"({"input": "a", "max_output_tokens": 9, "tool_choice": "required", "tools": [{"type": "function", )" + tool + "\"parameters\": " + self + "}]}"},
+             {MESSAGES, R"({"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "output_config": {"format": {"type": "json_schema", "schema": )" + self + "}}}"},
+             {MESSAGES, R"({"max_tokens": 9, "messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "any"}, "tools": [{)" + tool + "\"input_schema\": " + self + "}]}"}}) {
+        INFO(asked.second);
+        CHECK(Http(server.port).call("POST", asked.first, asked.second).status == 200);
+    }
     // One whose automaton is exponential, and a free answer beside it.
     const std::string odd = question("\"structured_outputs\": {\"regex\": \"[ab]*a[ab]{300}c\"}, \"max_tokens\": 40, \"temperature\": 1.5");
     for (int i = 0; i < 3; i++) server.ask(odd);
     CHECK(server.ask(question("\"max_tokens\": 5")) != "");
+}
+
+TEST_CASE("HTTP: forms of others are made while two addresses ask for hostile ones; memory goes back, and so does who leaves") {
+    const Served server;
+    std::string refs, defs, any, names;
+    for (int i = 0; i < 60000; i++) defs += format("%s\"%d\": {}", i ? ", " : "", i);
+    for (int i = 0; i < 9000; i++) refs += format("%s{\"$ref\": \"#/$defs/%d\"}", i ? ", " : "", 59999 - i);
+    for (int i = 0; i < 4990; i++) any += i ? R"(, {"anyOf": [{}]})" : R"({"anyOf": [{}]})";
+    for (int i = 0; i < 5000; i++) names += format(R"(%s{"properties": {"k": {"const": "%d"}}, "required": ["k"]})", i ? ", " : "", i);
+    const Strings hostile = {R"({"anyOf": [)" + refs + R"(], "$defs": {)" + defs + "}}", R"({"allOf": [)" + any + "]}", R"({"oneOf": [)" + names + "]}",
+                             R"({"properties": {")" + std::string(60000, 'a') + R"(": {}}, "additionalProperties": true})"};
+    auto memory = [&] {
+        size_t whole = 0, resident = 0;
+        FILE* statm = fopen(format("/proc/%d/statm", (int)server.pid).c_str(), "r");
+        REQUIRE(statm);
+        REQUIRE(fscanf(statm, "%zu %zu", &whole, &resident) == 2);
+        fclose(statm);
+        return resident * (size_t)sysconf(_SC_PAGESIZE);
+    };
+    server.ask(question("\"guided_json\": {\"type\": \"null\"}, \"max_tokens\": 3"));
+    const size_t before = memory();
+    std::atomic<bool> over{false};
+    std::atomic<size_t> asked{0}, most{0};
+    std::vector<std::thread> clients;
+    for (const char* from : {"127.0.0.2", "127.0.0.3"})
+        for (size_t k = 0; k < 4; k++)
+            clients.emplace_back([&, from, k] {
+                for (size_t i = 0; !over; i++) {
+                    Http h(server.port, "127.0.0.1", 0, from);
+                    h.ask("POST", CHAT, question(format("\"max_tokens\": 1, \"seed\": %zu, \"guided_json\": ", i) + hostile[(i + k) % hostile.size()]));
+                    if (i % 2) h.reply(); // (else it leaves)
+                    asked++;
+                }
+            });
+    std::vector<double> times;
+    for (int i = 0; i < 60; i++) {
+        const double start = seconds();
+        server.ask(question(format("\"guided_json\": {\"enum\": [\"%d\"]}, \"max_tokens\": 1", i))); // a form that nobody has asked for
+        times.push_back(seconds() - start);
+        most = std::max(most.load(), memory());
+    }
+    over = true;
+    for (auto& c : clients) c.join();
+    std::sort(times.begin(), times.end());
+    MESSAGE("a form beside ", asked.load(), " hostile ones: median ", times[30], " s, slowest ", times.back(), " s; ", (most - before) >> 20, " MB more");
+    CHECK(times[58] < 2); // (0.2 s on a machine of its own; this one has two cores for many)
+    CHECK(most - before < (400u << 20));
+    for (const double start = seconds(); memory() > before + (64u << 20) && seconds() - start < 5;) usleep(20'000);
+    CHECK(memory() < before + (64u << 20));
 }
 
 // ---------------------------------------------------------------------------------------------------- dialects
