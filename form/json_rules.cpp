@@ -1,6 +1,9 @@
 // form/json_rules.cpp: the rules of JSON, see json_rules.h.
 #include "form/json_rules.h"
 #include "form/magnitudes.h"
+#include "model/utf8.h"
+#include <string_view>
+#include <vector>
 
 int JsonRules::space(int next) { return g.call(rule("white space", [&] {
     const int end = Grammar::FINAL;
@@ -56,6 +59,53 @@ int JsonRules::character(int next, bool by_number) {
     d.set('d'), d.set('D');
     const int four = g.split(g.bytes(not_d, g.bytes(hex, two)), g.bytes(d, g.bytes(low, two)));
     return g.any_of({plain, short_forms, g.literal("\\u", four)});
+}
+
+int JsonRules::by_number(uint32_t unit, int next) { // a unit of UTF-16
+    for (int i = 0; i < 4; i++, unit >>= 4) {
+        ByteSet digit;
+        digit.set((uint8_t)"0123456789abcdef"[unit & 15]), digit.set((uint8_t)"0123456789ABCDEF"[unit & 15]);
+        next = g.bytes(digit, next);
+    }
+    return g.literal("\\u", next);
+}
+
+int JsonRules::spelled(uint32_t c, int next) { // in a string that is given
+    std::string text, quoted;
+    utf8_append(text, c);
+    sj::quote(quoted, text);
+    const int plain = g.literal(std::string_view(quoted).substr(1, quoted.size() - 2), next);
+    if (c < 0x80 && quoted.size() == 3) return plain;
+    if (c < 0x10000) return g.split(plain, by_number(c, next));
+    return g.split(plain, by_number(0xD800 + ((c - 0x10000) >> 10), by_number(0xDC00 + (c & 0x3FF), next)));
+}
+
+int JsonRules::constant(sj::Value v, int next) {
+    g.spend(2 + v.raw().size() / 16, 64 + v.raw().size());
+    auto text = [&](const std::string& s, int p) {
+        std::vector<uint32_t> all;
+        for (const char* c = s.data(); c < s.data() + s.size();) all.push_back(utf8_read(c));
+        p = g.literal("\"", p);
+        for (size_t i = all.size(); i-- > 0;) p = spelled(all[i], p);
+        return g.literal("\"", p);
+    };
+    if (v.is(sj::String)) return text(v.str(), next);
+    if (!v.is_container()) return g.literal(v.raw(), next);
+    std::vector<sj::Member> parts; // of an array: without keys; of a key that comes twice the last
+    std::map<std::string, size_t> places;
+    for (sj::Value item : v.items()) parts.push_back({"", item});
+    for (auto [key, value] : v.members()) {
+        const auto [place, fresh] = places.try_emplace(key, parts.size());
+        if (fresh) parts.push_back({key, value});
+        else parts[place->second].value = value;
+    }
+    int p = space(g.literal(v.is(sj::Array) ? "]" : "}", next));
+    for (size_t i = parts.size(); i-- > 0;) {
+        p = constant(parts[i].value, p);
+        if (v.is(sj::Object)) p = text(parts[i].key, g.literal(":", space(p)));
+        if (i > 0) p = g.literal(",", space(p));
+    }
+    return g.literal(v.is(sj::Array) ? "[" : "{", space(p));
 }
 
 int JsonRules::rule(const char* name, const std::function<int()>& body) {

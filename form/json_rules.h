@@ -1,6 +1,8 @@
 // form/json_rules.h: JSON texts of any kind, as rules of a grammar.
 #pragma once
 #include "form/grammar.h"
+#include "sj.h"
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
@@ -18,6 +20,9 @@ struct JsonRules {
     int array(int next);
     int value(int next);
 
+    // A given value, in each of its spellings: blanks, and characters by their numbers where JSON or ASCII asks for it.
+    int constant(sj::Value v, int next);
+
     // A character of a string, also one that is written by its number. (Not half a surrogate pair.)
     int character(int next, bool by_number);
 
@@ -25,4 +30,6 @@ struct JsonRules {
     std::map<std::string, int> known{};
     int rule(const char* name, const std::function<int()>& body);
     int exponent(int next);
+    int by_number(uint32_t unit, int next);
+    int spelled(uint32_t c, int next);
 };

@@ -1,9 +1,28 @@
 // form/regex.cpp: the reader of regular expressions, see regex.h.
 #include "form/regex.h"
 #include "form/pattern_reader.h"
+#include <algorithm>
 #include <cctype>
+#include <cstring>
 
 namespace {
+
+// A class of characters: those that it has in JavaScript, Python and RE2, and those that it has in one of them. What a
+// negated class has in all of them is what the class has in none.
+struct Class {
+    Codes sure, possible;
+
+    static Class of(Codes c) { return {c, c}; }
+    Class negated() const { return {complement(possible), complement(sure)}; }
+};
+
+// Unicode 15: where ten decimal digits begin, which are \d in Python.
+constexpr uint32_t DIGITS[] = {
+    0x660, 0x6F0, 0x7C0, 0x966, 0x9E6, 0xA66, 0xAE6, 0xB66, 0xBE6, 0xC66, 0xCE6, 0xD66, 0xDE6, 0xE50, 0xED0, 0xF20,
+    0x1040, 0x1090, 0x17E0, 0x1810, 0x1946, 0x19D0, 0x1A80, 0x1A90, 0x1B50, 0x1BB0, 0x1C40, 0x1C50, 0xA620, 0xA8D0,
+    0xA900, 0xA9D0, 0xA9F0, 0xAA50, 0xABF0, 0xFF10, 0x104A0, 0x10D30, 0x11066, 0x110F0, 0x11136, 0x111D0, 0x112F0, 0x11450,
+    0x114D0, 0x11650, 0x116C0, 0x11730, 0x118E0, 0x11950, 0x11C50, 0x11D50, 0x11DA0, 0x11F50, 0x16A60, 0x16AC0,
+    0x16B50, 0x1D7CE, 0x1D7D8, 0x1D7E2, 0x1D7EC, 0x1D7F6, 0x1E140, 0x1E2F0, 0x1E4F0, 0x1E950, 0x1FBF0};
 
 // Reads the part that JavaScript, Python and RE2 agree on: characters, classes, groups, | * + ? {m,n}, and ^ and $ at
 // the two ends. What looks around, back or is greedy in its own way is refused by name.
@@ -13,11 +32,23 @@ struct RegexReader : PatternReader {
     Pattern whole() { return read(false); }
     Pattern within() { return read(true); }
 
-    static Codes digits() { return {{'0', '9'}}; }
-    static Codes word() { return {{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}}; }
-    static Codes space() {
-        return {{9, 13}, {' ', ' '}, {0xA0, 0xA0}, {0x1680, 0x1680}, {0x2000, 0x200A}, {0x2028, 0x2029},
-                {0x202F, 0x202F}, {0x205F, 0x205F}, {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
+    static Class digits() {
+        Class c = Class::of({{'0', '9'}});
+        for (uint32_t first : DIGITS) c.possible.push_back({first, first + 9});
+        return c;
+    }
+    // Beyond ASCII Python has letters, marks and numbers of all scripts: anything but these blocks of signs.
+    static Class word() {
+        static const Codes SIGNS = {{0, '/'}, {':', '@'}, {'[', '^'}, {'`', '`'}, {'{', 0xA9}, {0x2010, 0x2029},
+            {0x2030, 0x203E}, {0x2041, 0x2053}, {0x2190, 0x2426}, {0x2500, 0x2775}, {0x2794, 0x2B73}, {0x3001, 0x3003},
+            {0x3008, 0x3020}, {0xFF01, 0xFF0F}, {0xFF1A, 0xFF20}, {0xFF3B, 0xFF3E}, {0xFF5B, 0xFF65},
+            {0x1F300, 0x1F6D7}, {0x1F900, 0x1FA53}};
+        return {{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}}, complement(SIGNS)};
+    }
+    static Class space() {
+        return {{{9, 10}, {12, 13}, {' ', ' '}},
+                {{9, 13}, {0x1C, ' '}, {0x85, 0x85}, {0xA0, 0xA0}, {0x1680, 0x1680}, {0x180E, 0x180E}, {0x2000, 0x200A},
+                 {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F}, {0x3000, 0x3000}, {0xFEFF, 0xFEFF}}};
     }
 
   private:
@@ -84,13 +115,13 @@ struct RegexReader : PatternReader {
         spend_part();
         switch (peek()) {
         case '(': return group();
-        case '[': return Pattern::character(char_class());
+        case '[': return Pattern::character(char_class().sure);
         case '.': at++; return Pattern::character(complement({{10, 10}, {13, 13}, {0x2028, 0x2029}}));
         case '^': at++; return {Pattern::BEGIN};
         case '$': at++; return {Pattern::END};
         case '*': case '+': case '?': fail("nothing to repeat");
         case '{': fail("a { that repeats nothing; write \\{");
-        case '\\': return Pattern::character(escape(false));
+        case '\\': return Pattern::character(escape(false).sure);
         default:
             const uint32_t c = code();
             return Pattern::character({{c, c}});
@@ -111,18 +142,19 @@ struct RegexReader : PatternReader {
         return inside;
     }
 
-    Codes escape(bool in_class) {
+    Class escape(bool in_class) {
         at++;
         if (!more()) fail("a \\ at the end");
         const uint32_t c = code();
-        auto one = [](uint32_t c) { return Codes{{c, c}}; };
+        auto one = [](uint32_t c) { return Class::of({{c, c}}); };
+        if (strchr("dDwWsS", (int)std::min(c, 0x7Fu))) grammar.spend(8, 1024); // (of DEL there is none)
         switch (c) {
         case 'd': return digits();
-        case 'D': return complement(digits());
+        case 'D': return digits().negated();
         case 'w': return word();
-        case 'W': return complement(word());
+        case 'W': return word().negated();
         case 's': return space();
-        case 'S': return complement(space());
+        case 'S': return space().negated();
         case 'n': return one('\n');
         case 'r': return one('\r');
         case 't': return one('\t');
@@ -144,32 +176,34 @@ struct RegexReader : PatternReader {
         if (c < 0x80 && isalnum((int)c)) at--, fail("this escape is not supported");
         return one(c);
     }
-    Codes char_class() {
+    Class char_class() {
         at++;
         const bool negated = accept('^');
-        Codes all;
+        Class all;
         while (peek() != ']') {
             if (!more()) fail("a [ without its ]");
             grammar.spend(1, 64);
             if (peek() == '[' && peek(1) == ':') fail("[:classes:] are not supported");
-            Codes low = class_atom();
+            Class low = class_atom();
             if (peek() == '-' && peek(1) != ']' && at + 1 < text.size()) {
                 at++;
-                const Codes high = class_atom();
-                const bool single = low.size() == 1 && high.size() == 1 && low[0].first == low[0].second &&
-                                    high[0].first == high[0].second;
-                if (!single || low[0].first > high[0].first) fail("a range that is none");
-                low[0].second = high[0].first;
+                const Class high = class_atom();
+                const Codes &a = low.sure, &b = high.sure;
+                const bool single = a.size() == 1 && b.size() == 1 && a[0].first == a[0].second &&
+                                    b[0].first == b[0].second;
+                if (!single || a[0].first > b[0].first) fail("a range that is none");
+                low = Class::of({{a[0].first, b[0].first}});
             }
-            all.insert(all.end(), low.begin(), low.end());
+            all.sure.insert(all.sure.end(), low.sure.begin(), low.sure.end());
+            all.possible.insert(all.possible.end(), low.possible.begin(), low.possible.end());
         }
         at++;
-        return negated ? complement(all) : tidy(all);
+        return negated ? all.negated() : Class{tidy(all.sure), tidy(all.possible)};
     }
-    Codes class_atom() {
+    Class class_atom() {
         if (peek() == '\\') return escape(true);
         const uint32_t c = code();
-        return {{c, c}};
+        return Class::of({{c, c}});
     }
 };
 } // namespace

@@ -111,17 +111,23 @@ int SchemaReader::constant(const Keywords& k, int next) {
     if (k["const"] && k["enum"]) DIE("const beside enum is not supported");
     if (k.with_properties || !k.required.empty()) DIE("properties beside const or enum are not supported");
     if (k["enum"] && (!k["enum"].is(sj::Array) || k["enum"].size() == 0)) DIE("enum must be a list");
-    std::vector<std::string> all;
+    std::vector<std::string> all; // those with one spelling
+    std::vector<int> starts;
     auto add = [&](sj::Value v) {
         static const char* NAMES[] = {"", "null", "boolean", "boolean", "number", "string", "array", "object"};
         int64_t n;
         const bool whole = v.is(sj::Number) && (v.integer(&n) || v.number() == std::floor(v.number()));
-        if (!k.types || k.types->count(NAMES[v.type()]) || (whole && k.types->count("integer")))
-            all.push_back(v.is(sj::Number) ? std::string(v.raw()) : sj::dump(v));
+        g.spend(2 + v.raw().size() / 16, 48 + v.raw().size());
+        if (k.types && !k.types->count(NAMES[v.type()]) && !(whole && k.types->count("integer"))) return;
+        const std::string text = v.is(sj::Number) ? std::string(v.raw()) : v.is_container() ? "" : sj::dump(v);
+        const bool plain = std::all_of(text.begin(), text.end(), [](char c) { return (uint8_t)c < 0x80 && c != '\\'; });
+        if (plain && !v.is_container()) all.push_back(text);
+        else starts.push_back(json.constant(v, next));
     };
     if (k["const"]) add(k["const"]);
     for (sj::Value v : k["enum"].items()) add(v);
-    return g.words(std::move(all), next);
+    if (!all.empty()) starts.push_back(g.words(std::move(all), next));
+    return g.any_of(starts);
 }
 
 int SchemaReader::count(const Keywords& k, const char* word, int otherwise) const {
@@ -133,29 +139,6 @@ int SchemaReader::count(const Keywords& k, const char* word, int otherwise) cons
     return (int)n;
 }
 
-static std::string form(const std::string& name) {
-    const std::string date = "(?:[12][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-"
-                             "(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])))";
-    const std::string time = "(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?"
-                             "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9]))";
-    const std::string label = "[a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?", host = label + "(?:\\." + label + "){0,4}";
-    const std::string byte = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])", group = "[0-9a-f]{1,4}";
-    const std::string n = "[0-9]{1,4}", days = n + "D", months = n + "M(?:" + days + ")?", seconds = n + "S";
-    const std::string minutes = n + "M(?:" + seconds + ")?";
-    const std::string clock = "(?:" + n + "H(?:" + minutes + ")?|" + minutes + "|" + seconds + ")";
-    const std::map<std::string, std::string> all = {
-        {"date", date}, {"time", time}, {"date-time", date + "T" + time},
-        {"duration", "P(?:" + n + "W|(?:" + days + "|" + months + "|" + n + "Y(?:" + months + ")?)(?:T" + clock +
-                     ")?|T" + clock + ")"},
-        {"email", "[A-Za-z0-9_+-]{1,32}(?:\\.[A-Za-z0-9_+-]{1,32}){0,3}@" + host}, {"hostname", host},
-        {"ipv4", byte + "(?:\\." + byte + "){3}"}, {"ipv6", group + "(?::" + group + "){7}"},
-        {"uuid", "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"},
-    };
-    const auto found = all.find(name);
-    if (found == all.end()) DIE("format: %s is not supported", in_quotes(name).c_str());
-    return found->second;
-}
-
 int SchemaReader::string(const Keywords& k, int next) {
     const bool bounded = k["minLength"] || k["maxLength"];
     if ((bool)k["pattern"] + (bool)k["format"] + bounded > 1)
@@ -165,7 +148,7 @@ int SchemaReader::string(const Keywords& k, int next) {
         if (!k["pattern"].is(sj::String)) DIE("pattern must be a string");
         return in_quotes_of(regex_within(g, k["pattern"].str()), next);
     }
-    if (k["format"]) return in_quotes_of(regex_whole(g, form(k["format"].str())), next);
+    if (k["format"]) return formatted(k["format"].str(), next);
     if (!bounded) return json.string(next);
     const int least = count(k, "minLength", 0), most = count(k, "maxLength", -1);
     if (most >= 0 && most < least) return g.never();

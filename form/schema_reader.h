@@ -89,6 +89,7 @@ struct SchemaReader {
         return g.literal("\"", g.emit(p, g.literal("\"", next), IN_STRING));
     }
     int string(const Keywords& k, int next);
+    int formatted(const std::string& name, int next);
     int number(const Keywords& k, bool integer, int next);
     int array(const Keywords& k, int next);
     int object(const Keywords& k, int next);

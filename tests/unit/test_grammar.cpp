@@ -338,6 +338,112 @@ TEST_CASE("schemas: JSON-Schema-Test-Suite: nothing invalid is accepted; what is
     CHECK(valid < 400);
 }
 
+TEST_CASE("schemas: formats are those of their RFCs: texts that jsonschema has judged, and drawn ones") {
+    auto quoted = [](const std::string& text) {
+        std::string out;
+        sj::quote(out, text);
+        return out;
+    };
+    size_t valid = 0, invalid = 0;
+    for (auto& line : lines(std::string(MappedFile("tests/fixtures/schema/formats.jsonl").text()))) {
+        const Json row(line);
+        INFO(row["format"].str());
+        const Shared a = from_schema("{\"format\": " + quoted(row["format"].str()) + "}");
+        for (sj::Value text : row["valid"].items()) CHECK_MESSAGE(accepts(a, text.raw()), text.raw());
+        for (sj::Value text : row["invalid"].items()) CHECK_MESSAGE(!accepts(a, text.raw()), text.raw());
+        valid += row["valid"].size(), invalid += row["invalid"].size();
+    }
+    CHECK(valid > 800);
+    CHECK(invalid > 1500);
+    // jsonschema asks of an address for an @ only. RFC 5321:
+    const Shared email = from_schema(R"({"format": "email"})");
+    const std::string longest(64, 'x');
+    for (const std::string& good : Strings{"joe.bloggs@example.com", "a@b", "Te~st+tag/x=y@Sub.Example.ORG", "~!#$%&'*{|}?^_`@x.y", "\"joe bloggs\"@example.com", "\"joe..b\\\"@\\ggs\"@a",
+                                          "joe@[127.0.0.1]", "joe@[IPv6:::1]", longest + "@a", "a.b.c.d.e.f.g@h", "a." + longest.substr(2) + "@a"})
+        CHECK_MESSAGE(accepts(email, quoted(good)), good);
+    for (const std::string& bad : Strings{"@", "a@", "@a", "a", ".a@b", "a.@b", "a..b@c", "a b@c", "a@b@c", "a@-b", "joe@[127.0.0.300]", "joe@127.0.0.1]", "\"a@b", "\"a\"b\"@c", longest + "x@a", "a." + longest.substr(1) + "@a", "\xc3\xa9@a"})
+        CHECK_MESSAGE(!accepts(email, quoted(bad)), bad);
+
+    Random random{9};
+    Choices choose{[&] { return random.below(1 << 30); }};
+    auto drawn = [&](const std::string& name, const std::function<bool(const std::string&)>& good) {
+        const Shared a = from_schema("{\"format\": \"" + name + "\"}");
+        size_t whole = 0;
+        for (int i = 0; i < 600; i++) {
+            const std::string text = draw_text(*a, choose, 300);
+            if (text.empty()) continue;
+            CHECK_MESSAGE(good(Json(text).root().str()), text);
+            whole++;
+        }
+        CHECK_MESSAGE(whole > 500, name);
+    };
+    uint8_t address[16];
+    drawn("ipv4", [&](const std::string& s) { return inet_pton(AF_INET, s.c_str(), address) == 1; });
+    drawn("ipv6", [&](const std::string& s) { return inet_pton(AF_INET6, s.c_str(), address) == 1; });
+    drawn("hostname", [&](const std::string& s) {
+        static const std::regex LABELS("[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*");
+        return s.size() <= 253 && std::regex_match(s, LABELS);
+    });
+    auto is_date = [](const std::string& s) { // by the C library's calendar
+        tm day = {};
+        if (s.size() < 10 || sscanf(s.c_str(), "%4d-%2d-%2d", &day.tm_year, &day.tm_mon, &day.tm_mday) != 3 || day.tm_year < 1) return false;
+        day.tm_year -= 1900, day.tm_mon -= 1;
+        tm same = day;
+        timegm(&same);
+        return same.tm_mday == day.tm_mday && same.tm_mon == day.tm_mon && same.tm_year == day.tm_year;
+    };
+    size_t leap = 0;
+    drawn("date", [&](const std::string& s) { return leap += s.find("-02-29") == 4, s.size() == 10 && is_date(s); });
+    drawn("date-time", [&](const std::string& s) { return is_date(s) && strchr("Tt", s[10]); });
+    const Shared date = from_schema(R"({"format": "date"})");
+    for (int year = 1; year <= 9999; year++) {
+        const bool is = (year % 4 == 0 && year % 100) || year % 400 == 0;
+        if (accepts(date, format("\"%04d-02-29\"", year)) != is) CHECK_MESSAGE(false, year);
+    }
+}
+
+TEST_CASE("schemas: an object or a list of const and enum has the spellings of any other") {
+    const Shared a = from_schema(R"({"enum": [{"k": [1, "\u00e9\n"], "l": {}}, ["a", null], "线", "b", 1e999, [], {"k": 1, "k": 2}]})");
+    for (const char* good : {R"({"k": [1, "é\n"], "l": {}})", R"({"k":[1,"é\n"],"l":{}})", "{ \"k\": [\n  1,\n  \"\\u00E9\\u000a\"\n ],\n\"l\": { }\n}", R"(["a",null])", "[\n    \"a\",\n    null\n]",
+                             "\"线\"", R"("\u7ebf")", R"("\u7EbF")", "\"b\"", "1e999", "[]", "[ ]", R"({"k":2})"})
+        CHECK_MESSAGE(accepts(a, good), good);
+    for (const char* bad : {R"({"l": {}, "k": [1, "é\n"]})", R"({"k": [1, "e\n"], "l": {}})", R"(["a"])", "[\"a\",  null]", R"({"k":1})", "\"线", R"("\u7ebe")", "Infinity", "\"é\""})
+        CHECK_MESSAGE(!accepts(a, bad), bad);
+    CHECK(accepts(from_schema(R"({"const": "\ud83d\ude00"})"), R"("\uD83d\uDE00")"));
+    CHECK(accepts(from_schema(R"({"const": "😀"})"), "\"😀\""));
+}
+
+TEST_CASE("regular expressions: classes are what JavaScript, Python and RE2 share, and so are negated ones") {
+    auto holds = [](const std::string& pattern, const std::string& text) { return accepts(automaton(grammar_of_regex(pattern)), text); };
+    for (const char* blank : {" ", "\t", "\n", "\f", "\r"}) {
+        CHECK(holds("\\s", blank));
+        CHECK(!holds("\\S", blank));
+        CHECK(!holds("[^\\s]", blank));
+        CHECK(holds("[\\sx]", blank));
+    }
+    for (const char* unclear : {"\v", "\x1c", "\xc2\x85", "\xc2\xa0", "\xe2\x80\xa8", "\xe3\x80\x80", "\xef\xbb\xbf"}) // a blank in some of them
+        for (const char* of : {"\\s", "\\S", "[^\\s]", "[\\s]", "[^\\S]", "[\\S]"}) CHECK(!holds(of, unclear));
+    for (const char* unclear : {"\xd9\xa3", "\xe0\xa5\xa7", "\xef\xbc\x97"}) // digits of other scripts
+        for (const char* of : {"\\d", "\\D", "[^\\d]", "[^\\D]"}) CHECK(!holds(of, unclear));
+    for (const char* unclear : {"é", "线", "ß"})
+        for (const char* of : {"\\w", "\\W", "[^\\w]", "[^\\W]"}) CHECK(!holds(of, unclear));
+    for (const char* sign : {"-", " ", "。", "！", "…", "→", "😀", "\xc2\xa0"}) {
+        CHECK(holds("\\W", sign));
+        CHECK(holds("[^\\w]", sign));
+        CHECK(!holds("[^\\W]", sign));
+    }
+    for (const char* other : {"a", "é", "线", "😀", "-"}) {
+        CHECK(holds("\\D", other));
+        CHECK(holds("[^\\d]", other));
+        CHECK(holds("\\S", other));
+        CHECK(holds("[^\\s]", other));
+    }
+    CHECK(holds("[^\\d\\sa]", "b"));
+    CHECK(!holds("[^\\d\\sa]", "a"));
+    CHECK(!holds("[^\\d\\sa]", " "));
+    CHECK(!holds("[^\\d\\sa]", "7"));
+}
+
 TEST_CASE("schemas: numbers in ranges, against arithmetic") {
     Random random{5};
     for (int i = 0; i < 300; i++) {
