@@ -21,9 +21,7 @@ void Speech::feed(Piece& piece, TokenInfo&& info) {
     }
     piece.thought = state == THOUGHT;
     if (state == THOUGHT && id == close) {
-        show(piece, filter.feed(characters.flush()));
-        if (filter.stopped) return;
-        show(piece, filter.flush());
+        show(piece, characters.flush());
         newlines.clear();
         state = ANSWER, skipping = true;
         return;
@@ -37,7 +35,7 @@ void Speech::feed(Piece& piece, TokenInfo&& info) {
         return;
     }
     info.text = tokenizer.is_special(id) && !specials ? "" : skip(characters.feed(tokenizer.bytes(id)));
-    const std::string out = filter.feed(info.text);
+    const std::string out = state == THOUGHT ? info.text : filter.feed(info.text);
     if (informed && state == ANSWER) held.push_back(std::move(info));
     show(piece, out);
 }
@@ -51,8 +49,7 @@ void Speech::finish(Piece& piece) {
     }
     const std::string tail = skip(characters.flush());
     if (!held.empty()) held.back().text += tail;
-    show(piece, filter.feed(tail));
-    show(piece, filter.flush());
+    show(piece, state == THOUGHT ? tail : filter.feed(tail) + filter.flush());
     for (TokenInfo& t : held) { // what a stop string has cut off is not told
         if (filter.stopped && given >= shown) break;
         const size_t length = std::min(t.text.size(), shown - given);

@@ -18,7 +18,7 @@ namespace server {
 struct Speech {
     const Tokenizer& tokenizer;
     bool informed;                    // log-probabilities are wanted
-    StopFilter filter;
+    StopFilter filter;                // of the answer: a thought may say anything
     enum { BEGIN, THOUGHT, ANSWER, CALL } state;
     int open, close;                  // ids of <think> and </think>,
     int call_open, call_close;        // ... <tool_call> and </tool_call>

@@ -203,8 +203,15 @@ TEST_CASE("speech: thoughts") {
     const Spoken all = speak(fake, {}, true);
     CHECK(all.text == "<think>");
     CHECK(all.thought == "");
-    CHECK(speak(ids("<think>one STOP two</think>three"), {"STOP"}, true).thought == "one ");
-    CHECK(speak(ids("<think>one</think>two STOP three"), {"STOP"}, true).text == "two ");
+    // Stop strings look at the answer only.
+    for (const std::string thought : {"one STOP two", "STOP", "one ST", "one STO\nP"}) {
+        const Spoken some = speak(ids("<think>" + thought + "</think>\n\nOP two STOP three"), {"STOP"}, true);
+        CHECK(some.thought == thought);
+        CHECK(some.text == "OP two ");
+        CHECK(some.tokens == "OP two ");
+        CHECK(some.stopped);
+        CHECK(speak(ids("<think>" + thought), {"STOP"}, true).thought == thought); // cut off
+    }
 }
 
 TEST_CASE("log-probabilities by hand") {
