@@ -2,6 +2,7 @@
 #include "search/grounding.h"
 #include "search/hybrid.h"
 #include "search/index.h"
+#include "server/api/conversation.h"
 #include "server/api/limits.h"
 #include "server/api/prompts.h"
 #include "server/api/request.h"
@@ -71,7 +72,7 @@ std::vector<std::vector<int>> prompts_from_json(const Service& service, sj::Valu
 
 std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o, Ask* ask) {
     try {
-        std::vector<Message> messages = messages_from_json(f["messages"]);
+        std::vector<Message> messages = conversation_from_json(f["messages"]);
         for (Message& m : messages)
             if (m.role == "developer") m.role = "system";
         if (!service.system.empty() && (messages.empty() || messages[0].role != "system"))

@@ -33,23 +33,8 @@ Turns::Turn& Turns::assistant(bool fresh) {
 
 void Turns::call(const std::string& id, const std::string& name, std::string_view arguments) {
     if (id.empty() || name.empty()) refuse("a call needs an id and a name");
-    ids[id] = ids.size();
-    assistant(false).calls.push_back({name, std::string(arguments)});
-}
-
-void Turns::result(const std::string& id, const std::string& text) {
-    const auto it = ids.find(id);
-    if (it == ids.end()) refuse(format("no call before it has the id %s", in_quotes(id).c_str()));
-    all.push_back({"tool", text, "", {}, it->second});
-}
-
-void Turns::order_results() {
-    auto is_result = [](const Turn& t) { return t.role == "tool"; };
-    for (auto end = all.begin(); end != all.end();) {
-        const auto begin = std::find_if(end, all.end(), is_result);
-        end = std::find_if_not(begin, all.end(), is_result);
-        std::stable_sort(begin, end, [](const Turn& a, const Turn& b) { return a.call < b.call; });
-    }
+    Turn& turn = assistant(false);
+    turn.calls.push_back({name, std::string(arguments)}), turn.ids.push_back(id);
 }
 
 std::string Turns::known_role(const std::string& role, FieldList known) const {
@@ -72,17 +57,18 @@ std::string Turns::text_of(sj::Value v, FieldList types) const {
     return all;
 }
 
-void Turns::write(sj::Writer& w) {
-    order_results();
+void Turns::write(sj::Writer& w) const {
     w.key("messages").array();
     for (const Turn& t : all) {
         w.object().field("role", t.role).field("content", t.content);
         if (!t.thought.empty()) w.field("reasoning_content", t.thought);
         if (!t.calls.empty()) {
             w.key("tool_calls").array();
-            for (auto& c : t.calls) w.object().field("name", c.name).field("arguments", c.arguments).end();
+            for (size_t i = 0; i < t.calls.size(); i++)
+                w.object().field("id", t.ids[i]).field("name", t.calls[i].name)
+                    .field("arguments", t.calls[i].arguments).end();
             w.end();
-        }
+        } else if (!t.ids.empty()) w.field("tool_call_id", t.ids[0]);
         w.end();
     }
     w.end();

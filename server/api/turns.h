@@ -2,7 +2,6 @@
 #pragma once
 #include "model/chat_template.h"
 #include "server/api/fields.h"
-#include <map>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,29 +26,26 @@ void refuse_unknown(const Fields& f, FieldList known);
 
 void write_raw(sj::Writer& w, const char* name, sj::Value v);
 
-// The conversation, turn by turn. Results of tools come in the order of their calls, since Qwen3's template shows no
-// ids.
+// The conversation, turn by turn.
 struct Turns {
     struct Turn {
         std::string role, content{}, thought{};
         std::vector<ToolCall> calls{};
-        size_t call = 0; // of a tool's: which it answers
+        std::vector<std::string> ids{}; // of the calls; of a tool's turn: of the call that it answers
     };
     const char* field; // of the request, for errors
     std::vector<Turn> all{};
-    std::map<std::string, size_t> ids{}; // of the calls
 
     Turn& assistant(bool fresh);
     void call(const std::string& id, const std::string& name, std::string_view arguments);
-    void result(const std::string& id, const std::string& text);
-    void order_results(); // of each run of them; once at the end, since a client may send many in any order
+    void result(const std::string& id, const std::string& text) { all.push_back({"tool", text, "", {}, {id}}); }
     [[noreturn]] void refuse(const std::string& why) const {
         throw Refusal(400, format("%s: %s", field, why.c_str()), field);
     }
     std::string known_role(const std::string& role, FieldList known) const;
     // A string, or the joined texts of parts of these types.
     std::string text_of(sj::Value v, FieldList types) const;
-    void write(sj::Writer& w);
+    void write(sj::Writer& w) const;
 };
 
 // {"type": "function", "name", ...} as a chat has it: {"type": "function", "function": {"name", ...}}. The order stays,

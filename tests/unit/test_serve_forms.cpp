@@ -7,6 +7,7 @@
 #include "search/documents.h"
 #include "server/api/asked.h"
 #include "server/api/batch.h"
+#include "server/api/conversation.h"
 #include "server/api/fields.h"
 #include "server/api/form_data.h"
 #include "server/api/limits.h"
@@ -692,6 +693,84 @@ TEST_CASE("dialects: what the packages send is the conversation that a chat woul
     CHECK(read_asked(service_of(), MESSAGES, R"({"max_tokens":8,"messages":[{"role":"user","content":"a"}],"output_config":{"format":{"type":"json_schema","schema":{"type":"null"}}}})", 1).ask.jobs[0].form);
 }
 
+TEST_CASE("dialects: results of tools go by the ids of their calls, over several rounds; an id of no call is 400") {
+    auto call = [](const std::string& id, const std::string& arguments) { // (of a chat)
+        return "{\"id\": \"" + id + R"(", "type": "function", "function": {"name": "now", "arguments": ")" + arguments + "\"}}";
+    };
+    auto calls = [](const std::string& all) { return R"({"role": "assistant", "content": null, "tool_calls": [)" + all + "]}"; };
+    auto result = [](const std::string& id, const std::string& text) {
+        return R"({"role": "tool", "tool_call_id": ")" + id + "\", \"content\": \"" + text + "\"}";
+    };
+    auto chat = [](const std::vector<std::string>& messages) {
+        std::string all = R"({"role": "user", "content": "a"})";
+        for (auto& m : messages) all += ", " + m;
+        return "{\"messages\": [" + all + "]}";
+    };
+    auto refused = [](const char* path, const std::string& body, const std::string& what) {
+        try {
+            read_asked(service_of(), path, body, 1);
+            return false;
+        } catch (const Refusal& r) {
+            INFO(r.what());
+            return r.status == 400 && std::string(r.what()).find(what) != std::string::npos;
+        }
+    };
+    const std::string two = calls(call("x", "{}") + ", " + call("y", "{}"));
+    const std::vector<int> wanted = prompt_of(CHAT, chat({two, result("x", "one"), result("y", "two")}));
+    CHECK(prompt_of(CHAT, chat({two, result("y", "two"), result("x", "one")})) == wanted);
+    CHECK(prompt_of(CHAT, chat({two, result("x", "two"), result("y", "one")})) != wanted);
+    CHECK(prompt_of(CHAT, chat({two, R"({"role": "tool", "content": "one"})", R"({"role": "tool", "content": "two"})"})) == wanted); // by position
+    // A later round uses the ids again, in the other order.
+    const std::string again = calls(call("y", "{}") + ", " + call("x", "{}"));
+    const std::vector<int> rounds = prompt_of(CHAT, chat({two, result("x", "one"), result("y", "two"), again, result("y", "three"), result("x", "four")}));
+    CHECK(prompt_of(CHAT, chat({two, result("y", "two"), result("x", "one"), again, result("x", "four"), result("y", "three")})) == rounds);
+    // Calls of one id in one message are answered in their order.
+    CHECK(prompt_of(CHAT, chat({calls(call("x", "{}") + ", " + call("x", "{}")), result("x", "one"), result("x", "two")})) == wanted);
+    for (const std::string id : {"z", "X", ""}) {
+        CHECK(refused(CHAT, chat({two, result("x", "one"), result(id, "two")}), "no call before it has the id"));
+        CHECK(refused(CHAT, chat({result(id, "two"), two}), "no call before it has the id"));
+    }
+    CHECK(refused(CHAT, chat({two, R"({"role": "tool", "tool_call_id": 5, "content": ""})"}), "no call before it"));
+
+    // The same rounds in the other dialects.
+    auto called = [](const std::string& id) { return R"({"type": "function_call", "name": "now", "arguments": "{}", "call_id": ")" + id + "\"}, "; };
+    auto output = [](const std::string& id, const std::string& text) { return R"({"type": "function_call_output", "call_id": ")" + id + "\", \"output\": \"" + text + "\"}"; };
+    const std::string ask = R"({"input": [{"role": "user", "content": "a"}, )";
+    CHECK(prompt_of(RESPONSES, ask + called("x") + called("y") + output("y", "two") + ", " + output("x", "one") + ", " + called("y") + called("x") +
+                    output("x", "four") + ", " + output("y", "three") + "]}") == rounds);
+    CHECK(refused(RESPONSES, ask + called("x") + output("y", "two") + "]}", "input"));
+    auto used = [](const std::string& id) { return R"({"type": "tool_use", "name": "now", "input": {}, "id": ")" + id + "\"}"; };
+    auto block = [](const std::string& id, const std::string& text) { return R"({"type": "tool_result", "tool_use_id": ")" + id + "\", \"content\": \"" + text + "\"}"; };
+    auto turn = [](const char* role, const std::string& a, const std::string& b) { return std::string("{\"role\": \"") + role + "\", \"content\": [" + a + ", " + b + "]}"; };
+    const std::string begin = R"({"max_tokens": 9, "messages": [{"role": "user", "content": "a"}, )";
+    CHECK(prompt_of(MESSAGES, begin + turn("assistant", used("x"), used("y")) + ", " + turn("user", block("y", "two"), block("x", "one")) + ", " +
+                    turn("assistant", used("y"), used("x")) + ", " + turn("user", block("x", "four"), block("y", "three")) + "]}") == rounds);
+    CHECK(refused(MESSAGES, begin + turn("assistant", used("x"), used("y")) + ", " + turn("user", block("y", "two"), block("z", "one")) + "]}", "messages"));
+}
+
+TEST_CASE("chats: what an assistant's turn holds is kept or refused by name") {
+    auto chat = [](const std::string& more) { return R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [
+        {"id": "x", "function": {"name": "now", "arguments": "{}"}}], )" + more + R"(}, {"role": "tool", "tool_call_id": "x", "content": "c"}]})"; };
+    auto fault = [&](const std::string& more) -> std::string {
+        try {
+            read_asked(service_of(), CHAT, chat(more), 1);
+            return "";
+        } catch (const Refusal& r) {
+            CHECK(r.status == 400);
+            CHECK(r.param == "messages");
+            return r.what();
+        }
+    };
+    const std::vector<int> wanted = prompt_of(CHAT, chat(R"("reasoning_content": "hm")"));
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": "hm")")) == wanted); // vLLM's name
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": "hm", "reasoning_content": "hm")")) == wanted);
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": null, "reasoning_content": "hm", "function_call": null, "refusal": "", "audio": null)")) == wanted);
+    CHECK(prompt_of(CHAT, chat(R"("reasoning": null)")) != wanted);
+    CHECK(fault(R"("reasoning": "hm", "reasoning_content": "ah")").find("reasoning") != std::string::npos);
+    CHECK(fault(R"("reasoning": ["hm"])").find("reasoning") != std::string::npos);
+    for (const std::string name : {"function_call", "audio", "refusal"}) CHECK(fault("\"" + name + "\": {\"name\": \"now\"}").find(name) != std::string::npos);
+}
+
 TEST_CASE("dialects: every other field is refused by its name") {
     auto refused = [](const char* path, const std::string& body) -> std::string {
         try {
@@ -873,14 +952,15 @@ TEST_CASE("dialects: many results of tools in the reverse order are put right, a
         sj::Doc doc;
         const Fields f(parse_body(doc, body));
         const double start = seconds();
-        const std::string chat = chat_of_response(f);
+        const Json all(chat_of_response(f));
+        const std::vector<Message> messages = conversation_from_json(all["messages"]);
         took[reverse] = seconds() - start;
         const Json all(chat);
         int next = 0;
-        for (sj::Value m : all["messages"].items())
-            if (m["role"].str() == "tool" && m["content"].str() == std::to_string(next)) next++;
+        for (const Message& m : messages)
+            if (m.role == "tool" && m.content == std::to_string(next)) next++;
         CHECK(next == n);
-        CHECK(all["messages"].size() == (size_t)n + 2);
+        CHECK(messages.size() == (size_t)n + 2);
     }
     CHECK(took[1] < 5 * took[0] + 0.2);
 }
