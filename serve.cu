@@ -70,6 +70,7 @@ static std::vector<ApiKey> read_keys(const std::string& path) {
         std::string line(file.text().substr(at, file.text().find('\n', at) - at));
         at += line.size() + 1;
         while (!line.empty() && isspace((unsigned char)line.back())) line.pop_back();
+        while (!line.empty() && isspace((unsigned char)line.front())) line.erase(0, 1);
         if (line.empty() || line[0] == '#') continue;
         const size_t end = std::min(line.find_first_of(" \t"), line.size());
         const size_t name = std::min(line.find_first_not_of(" \t", end), line.size());

@@ -1930,7 +1930,7 @@ TEST_CASE("documents: a batch asks them, and what is wrong with them is one line
 }
 
 TEST_CASE("API keys and CORS") {
-    const MemoryFile keys("# the first of them:\nfirst-key\n\n#second\nsecond-key \n");
+    const MemoryFile keys("# the first of them:\n  first-key\n   \n#second\n\t second-key \tits name \r\n"); // blanks at both ends
     Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--cors", "https://good.example", "--max-seqs", "4"});
     const std::string body = question("The same long question, which fills a page or two of the cache.", "\"max_tokens\": 1");
     for (const char* header : {"", "Authorization: Bearer \r\n", "Authorization: Bearer first-ke\r\n", "Authorization: Bearer first-keyx\r\n",
@@ -2659,6 +2659,8 @@ TEST_CASE("options") {
     refused({"/nonexistent"}, "/nonexistent");
     const MemoryFile empty("\n\n");
     refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), empty.fd)}, "no key");
+    const MemoryFile blank("  \t \n   # a comment\n \r\n");
+    refused({MODEL, "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), blank.fd)}, "no key");
     Serving server;
     refused({MODEL, "-z", VOCABULARY, "--port", std::to_string(server.port)}, "Address already in use");
     const Result help = Process(PROGRAM, {"--help"}).wait();
