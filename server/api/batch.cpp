@@ -43,6 +43,13 @@ static std::string batch_line(const std::string& custom_id, int status, const st
     return w.end().field("error", nullptr).end().text + "\n";
 }
 
+static std::string checksum(std::string_view line) { return format("%016llx ", (unsigned long long)fnv1a(line)); }
+
+std::string_view whole_line(std::string_view line) {
+    const std::string_view answer = line.substr(std::min<size_t>(line.size(), 17));
+    return line.substr(0, 17) == checksum(answer) ? answer : std::string_view();
+}
+
 static Asked read_batch_line(const Service& service, std::string_view line, const BatchHow& how) {
     sj::Doc doc;
     sj::parse(doc, line);
@@ -93,7 +100,8 @@ void Batcher::answer(const Service& service, Desk& desk, const BatchHow& how, co
     size_t next = 0, jobs = 0;
     double refused = 0;              // since when the next row gets a 503, which is of the moment
     auto keep = [&](const BatchRow& row, int status, const std::string& body) {
-        append(batch_line(row.custom_id, status, body));
+        const std::string line = batch_line(row.custom_id, status, body);
+        append(checksum(line) + line);
         have++, failed += status != 200;
     };
     auto begin = [&](size_t index) { // false: there is no room for it now
@@ -205,8 +213,7 @@ std::string Batcher::header_of(const std::string& depends, const AdapterHashes& 
     for (auto& [name, hash] : adapters)
         if (models.count(name)) w.field(name, hash);
     const std::string used = w.end().text;
-    if (used == "{}") return depends + "\n";
-    return depends.substr(0, depends.size() - 1) + ", \"adapters\": " + used + "}\n";
+    return depends.substr(0, depends.size() - 1) + ", \"lines\": \"fnv1a\", \"adapters\": " + used + "}\n";
 }
 
 void Batcher::append(const std::string& line) {
@@ -220,13 +227,15 @@ size_t Batcher::each_answer(const MappedFile& map,
     const size_t whole = map.text().rfind('\n') + 1;
     if (map.text().substr(0, std::min(whole, header.size())) != header.substr(0, whole))
         throw Unfit(partial + ": begun with another model, other requests or options; remove it to start anew");
-    for (size_t at = header.size(); at < whole;) {
-        const std::string_view line = map.text().substr(at, map.text().find('\n', at) + 1 - at);
-        at += line.size();
+    for (size_t at = header.size(), number = 2; at < whole; number++) {
+        const std::string_view kept = map.text().substr(at, map.text().find('\n', at) + 1 - at);
+        const std::string_view line = whole_line(kept);
+        at += kept.size();
         sj::Doc doc;
-        sj::parse(doc, line);
+        if (!line.empty()) sj::parse(doc, line);
         const auto row = by_id.find(doc.root()["custom_id"].str());
-        if (row == by_id.end()) throw Unfit(partial + ": a damaged line; remove the file to start anew");
+        if (row == by_id.end())
+            throw Unfit(partial + format(": line %zu is damaged; remove it, or the file to start anew", number));
         f(rows[row->second], line, doc.root()["response"]["status_code"].number() == 200);
     }
     return whole;

@@ -35,6 +35,10 @@ struct Unfit : Error {
     using Error::Error;
 };
 
+// A line of the partial file: a checksum (16 digits) and a blank, then the answer. Without the first two, or empty if
+// the line is damaged.
+std::string_view whole_line(std::string_view line);
+
 constexpr const char* BATCHED = "/v1/chat/completions, /v1/completions, /v1/responses or /v1/embeddings";
 inline bool is_batched(const std::string& url) {
     return url == CHAT || url == COMPLETION || url == RESPONSES || url == EMBEDDINGS;

@@ -121,9 +121,9 @@ void Filing::each_kept(const std::string& partial, const EachAnswer& f) {
     const MappedFile map(partial);
     const std::string_view text = map.text();
     for (size_t at = text.find('\n') + 1, end; (end = text.find('\n', at)) != text.npos; at = end + 1) {
-        const std::string_view line = text.substr(at, end + 1 - at);
+        const std::string_view line = whole_line(text.substr(at, end + 1 - at));
         sj::Doc doc;
-        if (!sj::parse(doc, line).empty()) continue; // damaged
+        if (line.empty() || !sj::parse(doc, line).empty()) continue; // damaged
         f(line, doc.root()["response"]["status_code"].number() == 200);
     }
 }

@@ -2556,14 +2556,22 @@ TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
     }
     REQUIRE(partial != "");
     const Strings kept = lines(partial);
-    write_file(scratch / "out.partial", partial + "{\"id\": \"batch_req_1\", \"custom");
+    write_file(scratch / "out.partial", partial + "0123456789abcdef {\"id\": \"batch_req_1\", \"custom");
     const Result r = batch(scratch / "in", scratch / "out");
     INFO(r.err);
     REQUIRE(r.status == 0);
     CHECK(texts(scratch / "out") == texts(scratch / "whole"));
     const std::string done = read_file(scratch / "out");
-    for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i] + "\n") != std::string::npos); // their very bytes
+    for (size_t i = 1; i < kept.size(); i++) CHECK(done.find(kept[i].substr(17) + "\n") != std::string::npos); // their very bytes
 
+    // A flipped bit is found wherever it is.
+    for (size_t at : {partial.find(kept[1]) + 3, partial.find(kept[2]) + kept[2].size() / 2, partial.find(kept[3]) + 17}) {
+        std::string damaged = partial;
+        damaged[at] ^= 1;
+        write_file(scratch / "damaged.partial", damaged);
+        check_refusal(batch(scratch / "in", scratch / "damaged"), "serve", "is damaged");
+        CHECK(read_file(scratch / "damaged.partial") == damaged);
+    }
     write_file(scratch / "other.partial", partial);
     check_refusal(batch(scratch / "in", scratch / "other", {"--think", "1"}), "serve", "begun with another");
     write_file(scratch / "bad", "{\"custom_id\": \"a\"}\n{\"custom_id\": \"a\"}\n");
