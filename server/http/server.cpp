@@ -8,11 +8,13 @@
 #include <arpa/inet.h>
 #include <cerrno>
 #include <cstring>
+#include <map>
 #include <microhttpd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <utility>
+#include <vector>
 
 namespace server {
 
@@ -46,6 +48,7 @@ static void on_connection(void* self, MHD_Connection* c, void** context, MHD_Con
                               name_of(MHD_get_connection_info(c, MHD_CONNECTION_INFO_CLIENT_ADDRESS)->client_addr)};
         server.peers.insert(peer);
         *context = peer;
+        if (server.peers.size() > server.most_peers - server.most_peers / 8) server.make_room(peer);
         // What the kernel holds of an answer for a slow reader: not the MBs that it likes to, of which it would say
         // nothing for minutes, so that the reader seemed idle.
         const int room = 1 << 17;
@@ -97,6 +100,7 @@ void Server::start() {
     setrlimit(RLIMIT_NOFILE, &files);
     const rlim_t spare = std::min<rlim_t>(files.rlim_cur / 2, 128);
     const unsigned connections = (unsigned)std::min<rlim_t>(8192, files.rlim_cur - spare);
+    most_peers = connections;
     const unsigned threads = std::min(8u, std::max(2u, std::thread::hardware_concurrency() / 2));
 
     sockaddr_in v4 = {};
@@ -117,6 +121,22 @@ void Server::start() {
         MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads,
         MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
+}
+
+// Of the address that has the most idle connections, those that have been idle for longest are closed. So idle ones of
+// one address do not keep others out.
+void Server::make_room(const Peer* latest) {
+    using Idle = std::vector<std::pair<double, Peer*>>; // since when
+    std::map<uint64_t, Idle> of_address;
+    for (Peer* peer : peers)
+        if (peer != latest && peer->idle() && !peer->dropped) of_address[peer->address].push_back({peer->since, peer});
+    Idle* most = nullptr;
+    for (auto& [address, idle] : of_address)
+        if (!most || idle.size() > most->size()) most = &idle;
+    if (!most) return;
+    std::sort(most->begin(), most->end());
+    most->resize(most->size() / 8 + 1);
+    for (auto& [since, peer] : *most) peer->dropped = true, shutdown(peer->fd, SHUT_RDWR);
 }
 
 // The connections end first: while libmicrohttpd stops (0.9.75), a request that it refuses itself makes it read through

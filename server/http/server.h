@@ -42,6 +42,10 @@ struct Peer {
     Exchange* looking = nullptr;  // ... or one that a worker has: its grammar, its question to documents
     double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
     std::atomic<bool> over{false}; // the library has closed it, and says so when it next looks at it: maybe much later
+    bool dropped = false;          // we have closed it, since others need its place
+
+    // Nothing of a request has come, or not all of it.
+    bool idle() const { return phase == WAITING || phase == READING; }
 };
 
 struct Server {
@@ -57,6 +61,7 @@ struct Server {
     Traffic traffic;
     Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
     MHD_Daemon* daemon = nullptr;
+    size_t most_peers = 0;                 // connections that the library has room for
     std::mutex mutex;
     std::set<Peer*> peers;
 
@@ -68,6 +73,7 @@ struct Server {
     void drain();
     void abandon();
     int port() const; // that it listens on
+    void make_room(const Peer* latest); // for connections, before there is none; `mutex` is held
 
     bool loopback() const { return options.host.compare(0, 4, "127.") == 0 || options.host == "::1"; }
 };

@@ -27,6 +27,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <sys/resource.h>
 #include <thread>
 #include <vector>
 
@@ -1715,6 +1716,29 @@ TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection 
     };
     CHECK(raw(post + "Transfer-Encoding: Chunked\r\n\r\n" + chunk) == 200);
     CHECK(raw("GET /health HTTP/1.1\r\nHost: LOCALHOST:80\r\n\r\n") == 200);
+}
+
+TEST_CASE("idle connections of one address keep neither others nor itself out") {
+    Serving server({}, [] { // with room for 128 connections
+        const rlimit few = {256, 256};
+        setrlimit(RLIMIT_NOFILE, &few);
+    });
+    std::vector<std::unique_ptr<Http>> idle;
+    auto quick = [&](const char* from) {
+        Http h(server.port, "127.0.0.1", 0, from);
+        h.patience = 3000;
+        return h.call("GET", "/health").status == 200;
+    };
+    Http kept(server.port); // of an address that has few
+    CHECK(kept.call("GET", "/health").status == 200);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 100; i++) {
+            idle.push_back(std::make_unique<Http>(server.port));
+            if (i % 2) idle.back()->send("POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"); // half a request
+        }
+        CHECK(quick("127.0.0.2"));
+        CHECK(quick("127.0.0.1"));
+    }
 }
 
 TEST_CASE("a client that has closed its half gets its answer") {
