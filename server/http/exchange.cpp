@@ -75,7 +75,24 @@ MHD_Result Exchange::head() {
     return MHD_YES;
 }
 
+// Whether all names of headers are tokens, and no value has a control character (RFC 9110, 5.5 and 5.6.2). The library
+// takes any, so "Content-Length :" is none to it, and a carriage return alone ends no line.
+static bool good_headers(MHD_Connection* connection) {
+    bool good = true;
+    auto look = [](void* good, MHD_ValueKind, const char* name, const char* value) {
+        auto is_token = [](char c) { return isalnum((unsigned char)c) || (c && strchr("!#$%&'*+-.^_`|~", c)); };
+        auto is_control = [](char c) { return iscntrl((unsigned char)c) && c != '\t'; };
+        if (!*name || !std::all_of(name, name + strlen(name), is_token)) *(bool*)good = false;
+        if (value && std::any_of(value, value + strlen(value), is_control)) *(bool*)good = false;
+        return MHD_YES;
+    };
+    MHD_get_connection_values(connection, MHD_HEADER_KIND, look, &good);
+    return good;
+}
+
 void Exchange::check_framing() const {
+    if (!good_headers(connection)) throw Refusal(400, "a header's name is no token, or its value no text");
+    if (newest && headers("Host").empty()) throw Refusal(400, "a request of HTTP/1.1 needs a Host");
     const auto lengths = headers("Content-Length"), encodings = headers("Transfer-Encoding");
     if (!encodings.empty() && (encodings.size() > 1 || lower(encodings[0]) != "chunked"))
         throw Refusal(501, "Transfer-Encoding: only chunked is supported");

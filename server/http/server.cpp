@@ -112,6 +112,8 @@ void Server::start() {
                   six ? (void*)&v6.sin6_addr : (void*)&v4.sin_addr) != 1)
         DIE("--host %s: not an address", options.host.c_str());
 
+    // (Before 0.9.77 "strict" asks for a Host only, which we do, and sends the head of that refusal twice.)
+    const int strict = MHD_VERSION >= 0x00097700;
     const unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | (six ? MHD_USE_IPv6 : 0);
     daemon = MHD_start_daemon(
         flags, (uint16_t)options.port, nullptr, nullptr, &on_request, this,
@@ -119,7 +121,7 @@ void Server::start() {
         MHD_OPTION_URI_LOG_CALLBACK, &on_request_line, this, MHD_OPTION_NOTIFY_COMPLETED, &on_completion, this,
         MHD_OPTION_SOCK_ADDR, six ? (sockaddr*)&v6 : (sockaddr*)&v4, MHD_OPTION_CONNECTION_LIMIT, connections,
         MHD_OPTION_CONNECTION_TIMEOUT, options.idle(), MHD_OPTION_THREAD_POOL_SIZE, threads,
-        MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+        MHD_OPTION_STRICT_FOR_CLIENT, strict, MHD_OPTION_END);
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 

@@ -1705,6 +1705,10 @@ TEST_CASE("HTTP: what a proxy may read otherwise is refused, and the connection 
     for (const char* encoding : {"gzip", "xchunked", "identity", "gzip, chunked", "chunked, chunked"})
         closed(post + "Transfer-Encoding: " + encoding + "\r\n\r\n" + chunk, 501);
     closed(post + "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk, 501);
+    for (const char* name : {"Content-Length ", "Content-Length\t", "Transfer-Encoding ", " Content-Length", "Content\x01Length", "a(b", "a\"b", "\xc3\xa9"}) // no names
+        closed(post + name + ": 30\r\n\r\n" + good, 400);
+    for (const char* value : {"a\rContent-Length: 30", "a\rTransfer-Encoding: chunked", "\x01", "a\x7f"}) closed(post + "X: " + value + "\r\n\r\n" + good, 400);
+    closed("GET /health HTTP/1.1\r\n\r\n", 400); // no Host; and one head only
     std::string arguments = "a=1";
     for (int i = 0; i < 500; i++) arguments += "&a=1";
     closed("GET /health?" + arguments + " HTTP/1.1\r\nHost: localhost\r\n\r\n", 414);
