@@ -33,8 +33,8 @@ static void read_block(Turns& turns, const std::string& role, sj::Value block) {
 
 std::string chat_of_message(const Fields& f, bool counting) {
     refuse_unknown(f, {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
-                       "metadata", "service_tier", "output_config", "cache_control"});
-    refuse_values(f, {{"service_tier", {"\"auto\"", "\"standard_only\""}}});
+                       "metadata", "service_tier", "speed", "output_config", "cache_control"});
+    refuse_values(f, {{"service_tier", {"\"auto\"", "\"standard_only\""}}, {"speed", {"\"standard\"", "\"fast\""}}});
     Turns turns{"messages"};
     if (f["system"]) turns.all.push_back({"system", Turns{"system"}.text_of(f["system"], {"text"})});
     if (!f["messages"].is(sj::Array) || f["messages"].size() == 0) turns.refuse("not a list of messages");

@@ -100,8 +100,10 @@ ChatOptions chat_options_from_json(const Service& service, const Fields& f) {
     const std::string effort = f.text("reasoning_effort");
     if (!effort.empty()) { // the model knows no degrees
         const bool little = effort == "none" || effort == "minimal";
-        if (!little && effort != "low" && effort != "medium" && effort != "high")
-            throw Refusal(400, "reasoning_effort must be none, minimal, low, medium or high", "reasoning_effort");
+        const bool much = effort == "high" || effort == "xhigh" || effort == "max";
+        if (!little && !much && effort != "low" && effort != "medium")
+            throw Refusal(400, "reasoning_effort must be none, minimal, low, medium, high, xhigh or max",
+                          "reasoning_effort");
         o.thinking = !little;
     }
     if (f["chat_template_kwargs"]) {

@@ -17,27 +17,36 @@
 
 namespace server {
 
-// Nothing else is to be done for those that stay.
+// Fields that are done, or that change no answer whatever they say.
+static const std::set<std::string> DONE = {
+    "model", "messages", "prompt", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens",
+    "stop", "stop_token_ids", "ignore_eos", "seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
+    "top_logprobs", "skip_special_tokens", "echo", "best_of", "truncate_prompt_tokens", "truncation_side", "add_generation_prompt",
+    "continue_final_message", "chat_template_kwargs", "reasoning_effort", "priority", "cache_salt", "request_id",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
+    "tool_choice", "parallel_tool_calls", "use_documents", "user", "metadata", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "session_id"};
+
+// Of the others only values that change nothing pass; one that is empty is none.
 static void refuse_what_is_not_done(const Fields& f) {
-    const Values never = {}, no = {"false"}, either = {"true", "false"}, no_call = {"\"none\"", "\"auto\""};
-    refuse_values(f, {
-        // tools and forced forms
-        {"functions", never}, {"function_call", no_call}, {"guided_decoding_backend", never},
-        {"guided_whitespace_pattern", never}, {"structural_tag", never},
-        // what goes in
-        {"suffix", never}, {"documents", never}, {"chat_template", never}, {"mm_processor_kwargs", never},
-        {"add_special_tokens", either}, {"prediction", never}, {"web_search_options", never},
-        // how tokens are chosen
-        {"use_beam_search", no}, {"length_penalty", {"1", "1.0"}}, {"early_stopping", no}, {"logits_processors", never},
-        {"thinking_token_budget", never}, {"verbosity", {"\"medium\""}},
-        // what comes out
-        {"audio", never}, {"modalities", {"[\"text\"]"}}, {"prompt_logprobs", never}, {"return_token_ids", no},
-        {"return_tokens_as_token_ids", no}, {"include_stop_str_in_output", no}, {"include_reasoning", {"true"}},
-        {"spaces_between_special_tokens", either},
-        // where it is kept and computed
-        {"store", no}, {"service_tier", {"\"auto\"", "\"default\""}}, {"kv_transfer_params", never},
-        {"vllm_xargs", never},
-    });
+    static const Values NO = {"false"}, EITHER = {"true", "false"}, ONE = {"1", "1.0"};
+    static const std::map<std::string, Values> ONLY = {
+        {"function_call", {"\"none\"", "\"auto\""}}, {"add_special_tokens", EITHER}, {"use_beam_search", NO},
+        {"length_penalty", ONE}, {"early_stopping", NO}, {"verbosity", {"\"medium\""}}, {"modalities", {"[\"text\"]"}},
+        {"return_token_ids", NO}, {"return_tokens_as_token_ids", NO}, {"return_prompt_text", NO},
+        {"include_stop_str_in_output", NO}, {"include_reasoning", {"true"}}, {"spaces_between_special_tokens", EITHER},
+        {"stream_interval", ONE}, {"watermarking", NO}, {"store", NO}, {"return_token_offsets", NO},
+        {"return_mm_kwargs", EITHER}, {"routed_experts_prompt_start", {"0"}}, {"thinking_token_budget", {"-1"}},
+        {"service_tier", {"\"auto\"", "\"default\"", "\"flex\"", "\"scale\"", "\"priority\"", "\"fast\"",
+                          "\"ultrafast\""}}};
+    for (auto& [name, v] : f.all) {
+        const bool empty = (v.is(sj::Array) && v.size() == 0) || (v.is(sj::String) && v.str().empty());
+        if (v.is(sj::Null) || empty || DONE.count(name)) continue;
+        const auto only = ONLY.find(name);
+        if (only == ONLY.end()) refuse_name(name);
+        refuse_value(name.c_str(), v, only->second);
+    }
 }
 
 // Draws as the request wants them; what it does not say is Qwen's advice.
@@ -179,7 +188,10 @@ Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
             if (o.boolean(more, false)) throw Refusal(400, format("stream_options: %s is not supported", more), more);
     }
     ask.logprobs = chat ? f.boolean("logprobs", false) : (bool)f["logprobs"];
-    for (const char* label : {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}) f.text(label);
+    for (const char* label : {"user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+                              "session_id"})
+        f.text(label);
+    if (f["prompt_cache_options"]) Fields(f["prompt_cache_options"], "prompt_cache_options");
     ask.documents = f.boolean("use_documents", chat && service.documents);
     if (ask.documents && !service.documents)
         throw Refusal(400, "use_documents: the server has no documents (--docs)", "use_documents");
@@ -210,6 +222,9 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
         how.truncate = (size_t)(k > 0 ? k : std::max<int64_t>(1, service.context - wanted)); // -1: what leaves room
     else if (f["truncate_prompt_tokens"])
         throw Refusal(400, "truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens");
+    const std::string side = f["truncation_side"].str("left"); // the one that goes
+    if (side != "left" && side != "right")
+        throw Refusal(400, "truncation_side must be left or right", "truncation_side");
 
     std::vector<std::vector<int>> prompts;
     if (chat) prompts.push_back(chat_prompt(service, f, how, &ask));
@@ -220,8 +235,10 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
     reply->whole = !ask.stream;
     size_t told = 0;
     for (auto& prompt : prompts) {
-        if (how.truncate && prompt.size() > how.truncate)
-            prompt.erase(prompt.begin(), prompt.end() - (ptrdiff_t)how.truncate);
+        if (how.truncate && prompt.size() > how.truncate) {
+            if (side == "left") prompt.erase(prompt.begin(), prompt.end() - (ptrdiff_t)how.truncate);
+            else prompt.resize(how.truncate);
+        }
         const size_t room = (size_t)service.context - std::min((size_t)service.context, prompt.size());
         if (prompt.empty()) throw Refusal(400, "the prompt is empty", "prompt");
         if (room == 0 || (limited && (size_t)limit > room))

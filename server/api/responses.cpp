@@ -38,10 +38,12 @@ static void read_response_item(Turns& turns, sj::Value item) {
 std::string chat_of_response(const Fields& f) {
     refuse_unknown(f, {"input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls",
                        "text", "reasoning", "metadata", "user", "safety_identifier", "prompt_cache_key",
-                       "prompt_cache_retention", "store", "background", "include", "truncation", "top_logprobs",
-                       "service_tier", "stream_options", "stop"});
+                       "prompt_cache_retention", "prompt_cache_options", "store", "background", "include", "truncation",
+                       "top_logprobs", "service_tier", "stream_options", "stop"});
     refuse_values(f, {{"store", {"false"}}, {"background", {"false"}}, {"include", {}}, {"top_logprobs", {"0"}},
-                      {"truncation", {"\"disabled\""}}, {"service_tier", {"\"auto\"", "\"default\""}}});
+                      {"truncation", {"\"disabled\""}},
+                      {"service_tier", {"\"auto\"", "\"default\"", "\"flex\"", "\"scale\"", "\"priority\"", "\"fast\"",
+                                        "\"ultrafast\""}}});
     Turns turns{"input"};
     if (const std::string system = f.text("instructions"); !system.empty()) turns.all.push_back({"system", system});
     const sj::Value input = f["input"];

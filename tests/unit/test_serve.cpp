@@ -749,8 +749,15 @@ TEST_CASE("every documented field is done or refused by name") {
              "\"include_reasoning\": true", "\"echo\": false", "\"user\": \"me\", \"metadata\": {\"a\": \"b\"}, \"prompt_cache_key\": \"k\", \"safety_identifier\": \"s\"",
              "\"min_tokens\": 0", "\"stop_token_ids\": []", "\"bad_words\": []", "\"allowed_token_ids\": null", "\"reasoning_effort\": \"low\"", "\"priority\": -5",
              "\"cache_salt\": \"x\"", "\"request_id\": \"my-1_2\"", "\"truncate_prompt_tokens\": 5", "\"add_generation_prompt\": false",
-             "\"continue_final_message\": true", "\"continue_final_message\": true, \"add_generation_prompt\": false"})
+             "\"continue_final_message\": true", "\"continue_final_message\": true, \"add_generation_prompt\": false", "\"session_id\": \"s\"",
+             "\"prompt_cache_options\": {\"mode\": \"explicit\"}", "\"truncate_prompt_tokens\": 5, \"truncation_side\": \"right\"", "\"stream_interval\": 1",
+             "\"return_prompt_text\": false", "\"documents\": []", "\"moderation\": null"})
         CHECK_MESSAGE(refused_for(one) == "-", one);
+    for (const char* effort : {"none", "minimal", "low", "medium", "high", "xhigh", "max"}) CHECK(refused_for(format("\"reasoning_effort\": \"%s\"", effort)) == "-");
+    for (const char* tier : {"auto", "default", "flex", "scale", "priority", "fast", "ultrafast"}) CHECK(refused_for(format("\"service_tier\": \"%s\"", tier)) == "-");
+    CHECK(understood("\"reasoning_effort\": \"max\"").jobs[0].thinking);
+    for (const char* name : {"logprob_token_ids", "repetition_detection", "moderation", "enable_thinking", "chat_id", "prompt_embeds", "media_io_kwargs", "x"}) // whoever documents them
+        for (bool chat : {true, false}) CHECK(refused_for(format("\"%s\": 7", name), chat) == name);
     for (auto& row : std::initializer_list<std::pair<const char*, const char*>>{
              {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
              {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": []}", "structured_outputs"},
@@ -758,7 +765,8 @@ TEST_CASE("every documented field is done or refused by name") {
              {"\"prompt_logprobs\": 0", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
              {"\"length_penalty\": 2", "length_penalty"}, {"\"best_of\": 2", "best_of"}, {"\"echo\": true", "echo"}, {"\"store\": true", "store"},
              {"\"include_stop_str_in_output\": true", "include_stop_str_in_output"}, {"\"return_token_ids\": true", "return_token_ids"},
-             {"\"service_tier\": \"priority\"", "service_tier"}, {"\"verbosity\": \"low\"", "verbosity"}, {"\"modalities\": [\"audio\"]", "modalities"},
+             {"\"service_tier\": \"slow\"", "service_tier"}, {"\"stream_interval\": 2", "stream_interval"}, {"\"return_prompt_text\": true", "return_prompt_text"},
+             {"\"truncation_side\": \"middle\"", "truncation_side"}, {"\"session_id\": 5", "session_id"}, {"\"prompt_cache_options\": 5", ""}, {"\"verbosity\": \"low\"", "verbosity"}, {"\"modalities\": [\"audio\"]", "modalities"},
              {"\"documents\": [{}]", "documents"}, {"\"logits_processors\": [1]", "logits_processors"}, {"\"kv_transfer_params\": {}", "kv_transfer_params"},
              {"\"min_tokens\": -1", "min_tokens"}, {"\"max_tokens\": 5, \"min_tokens\": 6", "min_tokens"}, {"\"stop_token_ids\": 5", "stop_token_ids"},
              {"\"stop_token_ids\": [99999]", "stop_token_ids"}, {"\"bad_words\": \"a\"", "bad_words"}, {"\"bad_words\": [\"\"]", "bad_words"},
@@ -797,6 +805,8 @@ TEST_CASE("prompts: what cannot fit is refused before it is tokenized, and only 
     }
     const std::vector<int> all = understood("", false).jobs[0].prompt, end = understood("\"truncate_prompt_tokens\": 2", false).jobs[0].prompt;
     CHECK(end == std::vector<int>(all.end() - 2, all.end()));
+    const std::vector<int> begin = understood("\"truncate_prompt_tokens\": 2, \"truncation_side\": \"right\"", false).jobs[0].prompt;
+    CHECK(begin == std::vector<int>(all.begin(), all.begin() + 2));
     CHECK(tiny().tokenizer.longest() >= 8);
 }
 
@@ -1285,7 +1295,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
         check_refused(r, 400, param);
     }
     check_refused(server.chat(question("a", "\"model\": \"other\"")), 404, "model");
-    CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);
+    CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"session_id\": \"s\"")).status == 200);
     for (const char* prompt : {"\"\"", "[]", "5", "[1.5]", "[-1]", "[1024]", "[[]]", "[\"a\", 1]", "[[1], {}]", "null"})
         check_refused(server.post("/v1/completions", format("{\"prompt\": %s}", prompt)), 400, "prompt");
     check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true, \"logprobs\": 1}"), 400, "echo");

@@ -804,7 +804,7 @@ TEST_CASE("dialects: every other field is refused by its name") {
     for (auto& row : Rows{
              {"\"thinking\": {\"type\": \"enabled\", \"budget_tokens\": 1024}", "thinking"}, {"\"thinking\": {\"type\": \"between_tools\"}", "thinking"},
              {"\"max_tokens\": 0", "max_tokens"}, {"\"max_tokens\": 5000", "messages"}, {"\"stop_sequences\": \"a\"", "stop_sequences"}, {"\"stop_sequences\": [5]", "stop_sequences"},
-             {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"},
+             {"\"stop\": \"a\"", "stop"}, {"\"container\": \"c\"", "container"}, {"\"mcp_servers\": []", "mcp_servers"}, {"\"service_tier\": \"priority\"", "service_tier"}, {"\"speed\": \"slow\"", "speed"},
              {"\"output_config\": {\"effort\": \"low\"}", "output_config"}, {"\"output_config\": {\"format\": {\"type\": \"json_object\"}}", "output_config"},
              {"\"output_config\": {\"format\": {\"type\": \"json_schema\", \"schema\": {\"not\": {}}}}", "output_config"}, {"\"metadata\": {\"x\": 1}", "metadata"},
              {"\"tools\": [{\"type\": \"bash_20250124\", \"name\": \"bash\"}]", "tools"}, {"\"tools\": [{\"name\": \"f\"}]", "tools"}, {"\"tools\": {}", "tools"},
