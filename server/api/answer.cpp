@@ -4,6 +4,8 @@
 #include "server/api/answer.h"
 #include <algorithm>
 #include <iterator>
+#include <set>
+#include <string_view>
 #include <utility>
 
 namespace server {
@@ -11,6 +13,15 @@ namespace server {
 std::string token_text(const Tokenizer& t, int id) {
     std::string text;
     utf8_repair(text, t.bytes(id), true);
+    return text;
+}
+
+std::string token_name(const Tokenizer& t, int id) {
+    const std::string_view bytes = t.bytes(id);
+    std::string text = token_text(t, id);
+    if (text == bytes) return text;
+    text = "bytes:";
+    for (char byte : bytes) text += format("\\x%02x", (unsigned)(uint8_t)byte);
     return text;
 }
 
@@ -213,8 +224,15 @@ void Answer::write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const {
     } else if (place.column == 1) {
         w.value(t.logprob);
     } else if (place.column == 2) {
+        // By name, the sampled token always. Of others that have a name in common the likeliest is told.
+        std::set<std::string> told;
+        const std::string own = token_name(tokenizer, t.id);
         w.object();
-        for (auto& a : t.top) w.field(token_text(tokenizer, a.id), a.logprob);
+        for (auto& a : t.top) {
+            const std::string name = a.id == t.id ? own : token_name(tokenizer, a.id);
+            if ((a.id == t.id || name != own) && told.insert(name).second) w.field(name, a.logprob);
+        }
+        if (!told.count(own)) w.field(own, t.logprob);
         w.end();
     } else {
         w.value(c.offset);

@@ -18,6 +18,10 @@ namespace server {
 // A token by itself: its text and its bytes. (One that is not whole characters is U+FFFD, but its bytes are its own.)
 std::string token_text(const Tokenizer& t, int id);
 
+// ... and its name where names are keys: of one that is not whole characters its bytes, as in "bytes:\xe2\x80", so that
+// few tokens have the same one.
+std::string token_name(const Tokenizer& t, int id);
+
 // One request's answers as JSON: whole, in parts as they can be sent, or in chunks as they come.
 struct Answer {
     const Tokenizer& tokenizer;

@@ -888,6 +888,44 @@ TEST_CASE("an answer told in parts is the answer told at once") {
         }
 }
 
+TEST_CASE("log-probabilities of a completion: by names, the sampled token besides the likeliest") {
+    const Tokenizer& t = tiny().tokenizer;
+    const Service service = {&t, "tiny", "", 4096, false};
+    const int a = t.encode("a", false).at(0), b = t.encode("b", false).at(0), c = t.encode("c", false).at(0);
+    std::vector<int> broken; // no whole characters: their texts are the same
+    for (int id = 0; id < t.size() && broken.size() < 3; id++)
+        if (token_text(t, id) == "\xef\xbf\xbd") broken.push_back(id);
+    REQUIRE(broken.size() == 3);
+    auto top = [&](int sampled, std::vector<Alternative> likeliest, bool chat = false) {
+        Ask ask;
+        ask.chat = chat, ask.logprobs = true, ask.jobs.resize(1);
+        Answer answer(service, ask);
+        Piece piece;
+        piece.text = "x", piece.finish = "stop";
+        piece.tokens.push_back({sampled, -5, "x", std::move(likeliest)});
+        answer.add(std::move(piece));
+        const Json j(answer.whole());
+        const sj::Value logprobs = j["choices"][(size_t)0]["logprobs"];
+        return sj::dump(chat ? logprobs["content"][(size_t)0]["top_logprobs"] : logprobs["top_logprobs"][(size_t)0]);
+    };
+    CHECK(top(a, {{a, -1}, {b, -2}}) == R"({"a": -1.0, "b": -2.0})");
+    CHECK(top(c, {{a, -1}, {b, -2}}) == R"({"a": -1.0, "b": -2.0, "c": -5.0})"); // up to N + 1, as OpenAI says
+    CHECK(top(c, {}) == R"({"c": -5.0})");
+    const auto name = [&](int id) { return token_name(t, id); };
+    CHECK(name(a) == "a");
+    CHECK(name(broken[0]).compare(0, 8, "bytes:\\x") == 0);
+    const Json three(top(broken[2], {{broken[0], -1}, {broken[1], -2}}));
+    CHECK(three.root().size() == 3); // each id is told
+    CHECK(three[name(broken[1])].number() == -2);
+    CHECK(three[name(broken[2])].number() == -5);
+    // Where ids have one name (two entries of one id stand for them) a client gets one entry: the sampled one's, else the likeliest.
+    CHECK(top(c, {{a, -1}, {a, -2}}) == R"({"a": -1.0, "c": -5.0})");
+    const Json list(top(broken[2], {{broken[0], -1}, {broken[1], -2}}, true)); // a chat tells their bytes
+    REQUIRE(list.root().size() == 2);
+    CHECK(list.root()[(size_t)0]["bytes"].size() == t.bytes(broken[0]).size());
+    CHECK(list.root()[(size_t)0]["token"].str() == "\xef\xbf\xbd");
+}
+
 // ------------------------------------------------------------------------------------------------ the benchmark
 
 // The numbers are python3's (3.11; randint has been the same since 3.2):

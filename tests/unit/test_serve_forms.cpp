@@ -955,7 +955,6 @@ TEST_CASE("dialects: many results of tools in the reverse order are put right, a
         const Json all(chat_of_response(f));
         const std::vector<Message> messages = conversation_from_json(all["messages"]);
         took[reverse] = seconds() - start;
-        const Json all(chat);
         int next = 0;
         for (const Message& m : messages)
             if (m.role == "tool" && m.content == std::to_string(next)) next++;
