@@ -6,7 +6,8 @@
 //
 // Honest clients ask for answers that are known and check every byte of them: as chats, in the other dialects, in batches
 // over HTTP, with adapters that are loaded and unloaded all the time, by a JSON schema, and with log-probabilities. Beside them: malformed JSON, malformed
-// HTTP (after h1spec's list, and random bytes), clients that vanish, send slowly, read slowly or not at all, close half;
+// HTTP (after h1spec's list, and random bytes), schemas that want the stack, the memory or the time of the server, of two
+// addresses at a time, connections by the hundred that say nothing, clients that vanish, send slowly, read slowly or not at all, close half;
 // answers so many and so long that they give way to each other; a log that nobody reads; and the server is stopped and
 // continued (SIGSTOP). In between it comes to rest: pages, descriptors and threads must be what they were before, and memory
 // what it was at the first rest. At the end it drains, with status 0; and one that writes its log to a full disk answers, too.
@@ -18,6 +19,7 @@
 #include <csignal>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <sys/resource.h>
@@ -183,7 +185,7 @@ struct Campaign {
     std::vector<std::string> adapted[ADAPTERS]{}; // ... and with the adapters
     std::atomic<bool> over{false};
     std::vector<std::string> formed[ADAPTERS + 1]{}; // answers to form_question, the last without an adapter
-    std::atomic<size_t> requests{0}, answers{0}, done[14]{}; // done: rounds of each kind of client
+    std::atomic<size_t> requests{0}, answers{0}, done[16]{}; // done: rounds of each kind of client
     std::atomic<double> slowest{0};        // of the questions for /health, while the server was not stopped
     std::atomic<int> stops{0};
 
@@ -432,6 +434,40 @@ struct Campaign {
         if (has_answered(r) && r.status != 200) fault(format("many answers: status %d", r.status) + r.body);
     }
 
+    // Schemas that refer to themselves, want memory, or want time; at times the client does not wait for its refusal.
+    void hostile_forms(Random& random) {
+        auto many = [](int n, const std::function<std::string(int)>& one) {
+            std::string all;
+            for (int i = 0; i < n; i++) all += (i ? ", " : "") + one(i);
+            return all;
+        };
+        static const std::string same = many(400, [](int i) { return format("\"%d\"", i); });
+        static const std::vector<std::string> schemas = {
+            R"({"properties":{"x":{"properties":{"y":{"$ref":"#","type":"object"}}}}})", R"({"type": "object", "anyOf": [{"$ref": "#"}]})",
+            R"({"properties": {")" + std::string(60000, 'a') + R"(": {}}, "additionalProperties": true})",
+            R"({"allOf": [)" + many(4990, [](int) { return std::string(R"({"anyOf": [{}]})"); }) + "]}",
+            R"({"anyOf": [)" + many(9000, [](int i) { return format("{\"$ref\": \"#/$defs/%d\"}", 59999 - i); }) + R"(], "$defs": {)" + many(60000, [](int i) { return format("\"%d\": {}", i); }) + "}}",
+            R"({"oneOf": [)" + many(700, [&](int) { return "{\"enum\": [" + same + "]}"; }) + "]}"};
+        const std::string address = format("127.0.0.%d", 2 + random.below(2)), more = format("\"max_tokens\": 2, \"seed\": %d, ", random.below(1 << 30));
+        const std::string& schema = schemas[(size_t)random.below((int)schemas.size())];
+        Http http(server.port, "127.0.0.1", 0, address.c_str());
+        http.patience = 60'000;
+        http.ask("POST", "/v1/chat/completions", chat("e", more + "\"structured_outputs\": {\"json\": " + schema + "}"));
+        if (random.below(3) == 0) return;
+        const HttpReply r = http.reply();
+        if (has_answered(r) && r.status != 200 && r.status != 400 && r.status != 503) fault(format("a hostile form: status %d", r.status));
+    }
+
+    void say_nothing(Random& random) {
+        const std::string address = format("127.0.0.%d", 2 + random.below(9));
+        std::vector<std::unique_ptr<Http>> idle;
+        for (int n = 50 + random.below(200); n > 0; n--) {
+            idle.push_back(std::make_unique<Http>(server.port, "127.0.0.1", 0, address.c_str()));
+            if (random.below(2)) idle.back()->send("POST /v1/chat/completions HTTP/1.1\r\nHost: local");
+        }
+        for (int n = random.below(30); n > 0 && !over; n--) usleep(100'000);
+    }
+
     void look_around(Random& random) {
         static const char* paths[] = {"/", "/metrics", "/v1/models", "/version", "/ping", "/nothing", "/v1/models/other"};
         Http http(server.port);
@@ -440,7 +476,7 @@ struct Campaign {
         usleep(10'000);
     }
 
-    static constexpr int KINDS = 14, HONEST = 6, CLIENTS = 2 * KINDS;
+    static constexpr int KINDS = 16, HONEST = 6, CLIENTS = 2 * KINDS;
     // One kind of client, until it is over. What the network does to them is no fault.
     void client(int number) {
         Random random((uint64_t)number);
@@ -448,7 +484,7 @@ struct Campaign {
         static const Kind kinds[KINDS] = {
             &Campaign::honest, &Campaign::honest, &Campaign::dialects, &Campaign::swap_adapters, &Campaign::batches, &Campaign::forms, // (these have none of the excuses)
             &Campaign::malformed_json, &Campaign::malformed_http, &Campaign::vanish, &Campaign::send_slowly, &Campaign::read_slowly, &Campaign::ask_for_much,
-            &Campaign::look_around, &Campaign::not_done};
+            &Campaign::look_around, &Campaign::not_done, &Campaign::hostile_forms, &Campaign::say_nothing};
         const Kind kind = kinds[number % KINDS];
         const bool honest = number % KINDS < HONEST;
         while (!over) {
