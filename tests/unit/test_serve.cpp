@@ -1333,7 +1333,7 @@ TEST_CASE("what is malformed or out of range is refused by name") {
         check_refused(r, 400, param);
     }
     check_refused(server.chat(question("a", "\"model\": \"other\"")), 404, "model");
-    CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"unknown\": {}")).status == 200);
+    CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"session_id\": \"s\"")).status == 200);
     for (const char* prompt : {"\"\"", "[]", "5", "[1.5]", "[-1]", "[1024]", "[[]]", "[\"a\", 1]", "[[1], {}]", "null"})
         check_refused(server.post("/v1/completions", format("{\"prompt\": %s}", prompt)), 400, "prompt");
     check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true, \"logprobs\": 1}"), 400, "echo");

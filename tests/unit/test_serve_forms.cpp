@@ -1346,7 +1346,9 @@ TEST_CASE("HTTP: batches outlive the server, however it ends; one can be cancell
     const Json failed(again.wait(behind, "failed"));
     CHECK(failed["errors"]["data"][(size_t)0]["message"].str().find("another model") != std::string::npos);
     CHECK(failed["request_counts"]["completed"].number() == (double)lines(answers).size() - 1);
-    CHECK(again.content(failed["output_file_id"].str()) == answers.substr(answers.find('\n') + 1));
+    std::string kept; // without the checksum before each
+    for (auto& line : lines(answers.substr(answers.find('\n') + 1))) kept += line.substr(17) + "\n";
+    CHECK(again.content(failed["output_file_id"].str()) == kept);
 }
 
 TEST_CASE("HTTP: a batch whose files cannot be written is still under way, and ends once they can") {
