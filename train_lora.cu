@@ -73,12 +73,13 @@ static void tell_differences(const TrainOptions& o, const Tokenizer& t) {
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
-    const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
+    const std::string vocabulary = tokenizer_path(o);
+    const Tokenizer tokenizer = tokenizer_of(vocabulary, file);
     tell_differences(o, tokenizer);
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash(),
-                        "datagen pack -z " + found + " makes it again for this model");
+                        "datagen pack -z " + vocabulary + " makes it again for this model");
         if (set->id_limit() > (uint32_t)tokenizer.size())
             DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
         if (o.dpo && !set->pairs())
