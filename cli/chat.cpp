@@ -183,7 +183,7 @@ void Chat::answer(std::vector<Message> asked) {
     if (thinks && g.text.find("</think>") == std::string::npos) g.text += "</think>";
     const Message said{"assistant", g.text};
     std::pair<std::string_view, std::string_view> parts = {"", said.content};
-    if (thinks) parts = split_thought(said);
+    if (tokenizer.chat.thinks) parts = split_thought(said);
     asked.push_back({"assistant", std::string(parts.second)});
     if (!parts.first.empty()) asked.back().reasoning = std::string(parts.first);
     messages = std::move(asked);
