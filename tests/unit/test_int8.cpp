@@ -374,7 +374,8 @@ TEST_CASE("export.py --int8 of matrices that are longer than a block of 1 MiB, r
     const std::pair<int, int> sizes[] = {{2, 300001}, {40, 8192}, {700, 33}}; // rows, in
     for (int i = 0; i < 3; i++) {
         auto [rows, in] = sizes[i];
-        const std::string name = format("model.layers.%d.mlp.up_proj.weight", i);
+        const char* const names[] = {"gate_proj", "up_proj", "down_proj"};
+        const std::string name = format("model.layers.0.mlp.%s.weight", names[i]);
         checkpoint.entries[name] = {"F32", {rows, in}, numbers(random, "F32", (size_t)rows * in)};
     }
     checkpoint.write_folder(s / "hf");
