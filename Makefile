@@ -110,17 +110,18 @@ $(PCH): $(B)/command
 
 OPT_CPU    = -O3
 OPT_HOT    = -O2
-$(B)/cpu/%.o: OPT = $(OPT_CPU)
-$(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: OPT = $(OPT_HOT)
-$(B)/server/%.o: OPT = -O1
+# (private: what they need, the shared header among it, is compiled as always.)
+$(B)/cpu/%.o: private OPT = $(OPT_CPU)
+$(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
+$(B)/server/%.o: private OPT = -O1
 $(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
 # Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.
 SIMD      := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
 AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
-$(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: ISA = -mavx2 -mfma
-$(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: ISA = $(AVX512)
-$(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni
-$(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
+$(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: private ISA = -mavx2 -mfma
+$(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: private ISA = $(AVX512)
+$(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vnni
+$(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8
 # A line for each file while it compiles; $(1): more flags.
 define CPP_OBJECT
 @mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
