@@ -584,7 +584,15 @@ int main(int argc, char** argv) try {
         for (int k = 0; k < FORMED; k++)
             campaign.formed[i].push_back(text_of(Http(server.port).call("POST", "/v1/chat/completions", form_question(k, i < ADAPTERS ? format("fixed-%d", i) : "tiny")), false));
 
-    // The first round fills what is kept: threads' stacks, buffers, arenas. Later ones must add nothing.
+    // Hostile forms, two at a time, and the first round fill what is kept: threads' stacks, buffers, arenas. Later rounds
+    // must add nothing.
+    std::vector<std::thread> fillers;
+    for (int i = 0; i < 2; i++)
+        fillers.emplace_back([&, i] {
+            Random random{(uint64_t)(77 + i)};
+            for (int n = 0; n < 30; n++) campaign.hostile_forms(random);
+        });
+    for (std::thread& t : fillers) t.join();
     const int rounds = length < 60 ? 2 : (int)(length / 30);
     const Rest before = rest_of(server, 0);
     Rest first{}, now{};
