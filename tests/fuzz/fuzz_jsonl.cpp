@@ -37,7 +37,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             sj::Doc again;
             require(sj::parse(again, one_line(in.text)).empty() && sj::dump(again.root()) == sj::dump(in.row()));
             try {
-                const Conversation c = read_conversation(in.row());
+                const book::Conversation c = read_conversation(in.row());
                 require(!c.question.empty() && c.messages.back().role == "assistant");
                 for (auto& row : render_rows(tokenizer, c)) {
                     require(!dataset_fault({row.data(), row.data() + row.size()}));
