@@ -1,4 +1,5 @@
 #include "model/adapters.h"
+#include "base/text.h"
 
 int module_of(const std::string& name) {
     for (int m = 0; m < MODULES; m++)
@@ -17,8 +18,7 @@ static void read_targets(const char* file, sj::Value targets, int layers, Adapte
         bool any = false;
         for (size_t i = 0; i < named.size(); i++) {
             const std::string path = format(".layers.%zu.%s", i / MODULES, TENSOR_NAMES[i % MODULES]), end = "." + name;
-            if (path.size() < end.size() || path.compare(path.size() - end.size(), end.size(), end) != 0) continue;
-            named[i] = any = true;
+            if (ends_in(path, end)) named[i] = any = true;
         }
         if (!any)
             DIE("%s: target_modules has %.100s; q, k, v, o, gate, up and down_proj of %d layers can have an adapter",

@@ -1,5 +1,6 @@
 // model/chat_style.cpp: the texts that a Jinja template writes, and what they say of thoughts and of a system prompt.
 #include "model/chat_style.h"
+#include "base/text.h"
 #include <set>
 #include <vector>
 
@@ -20,10 +21,6 @@ static std::vector<std::string> literals_of(std::string_view jinja) {
         }
     }
     return all;
-}
-
-static bool ends_in(std::string_view s, std::string_view end) {
-    return s.size() >= end.size() && s.substr(s.size() - end.size()) == end;
 }
 
 ChatStyle ChatStyle::of(std::string_view jinja) {

@@ -1,4 +1,5 @@
 #include "model/model_file.h"
+#include "base/text.h"
 
 // The end tokens, eos_token_id: those of generation_config, else those of config.
 static std::vector<int> parse_end_tokens(const char* name, sj::Value config, std::string_view generation_text, int V) {
@@ -250,9 +251,6 @@ void ModelFile::check_superfluous() const {
     std::set<std::string> needed;
     for (const ModelTensor& t : model_tensors(config)) needed.insert(t.name());
     const std::string head = "lm_head.weight", embedding = "model.embed_tokens.weight";
-    auto ends_in = [](const std::string& name, const std::string& end) {
-        return name.size() >= end.size() && name.compare(name.size() - end.size(), end.size(), end) == 0;
-    };
     for (auto& [name, t] : tensors) {
         if (needed.count(name) || !(ends_in(name, ".weight") || ends_in(name, ".bias"))) continue;
         const char* file = t.file.c_str();
