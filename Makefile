@@ -131,7 +131,8 @@ define CU_OBJECT
 @mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
 $(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
 endef
-CPP        = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h) -MMD -MP
+COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) -MMD -MP
+CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h)
 
 $(ROOMS:%=$(B)/%/room.cpp) $(B)/hot/room.cpp: $(B)/%/room.cpp: FORCE
 	@mkdir -p $(@D); printf '\043include "%s"\n' $(if $(filter hot,$*),$(HOT),$(call ROOM_FILES,$*)) >$@.new

@@ -27,7 +27,8 @@ namespace {
 struct Slot {
     CURL* easy = curl_easy_init();
     std::unique_ptr<Request> request; // none: idle
-    std::string reply, retry_after; // retry_after: seconds, as the endpoint wrote them
+    std::string reply;
+    double retry_after = -1; // seconds, as the endpoint wrote them; -1: it wrote none
     size_t attempts = 0;
     double wake = 0; // when to ask; infinite while asking
     double begun = 0; // when its request was asked first
@@ -92,12 +93,12 @@ struct Sender {
             const std::string value(trimmed(std::string_view(line).substr(strlen(name))));
             char* end;
             const double wait = strtod(value.c_str(), &end) * seconds;
-            if (end != value.c_str() && !*end && wait >= 0) ((Slot*)slot)->retry_after = std::to_string(wait);
+            if (end != value.c_str() && !*end && wait >= 0) ((Slot*)slot)->retry_after = wait;
         }
         return n;
     }
     void ask(Slot& s) {
-        s.reply.clear(), s.retry_after.clear();
+        s.reply.clear(), s.retry_after = -1;
         if (s.request && (formless || s.formless) && s.request->has_form()) s.request->remove_form();
         s.attempts++;
         curl_easy_reset(s.easy);
@@ -140,7 +141,7 @@ struct Sender {
         curl_off_t date = 0; // Retry-After as a date; curl knows no fractions
         curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
         curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &date);
-        const double retry_after = s.retry_after.empty() ? (double)date : strtod(s.retry_after.c_str(), nullptr);
+        const double retry_after = s.retry_after < 0 ? (double)date : s.retry_after;
         if (!key.empty()) s.reply = without_key(s.reply, key); // an endpoint may echo it
         sj::Doc doc;
         const bool json = sj::parse(doc, s.reply).empty(), well = o.status / 100 == 2, chat = (bool)s.request;

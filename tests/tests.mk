@@ -134,7 +134,7 @@ $(T)/fuzz/all.cpp: $(FUZZERS:%=tests/fuzz/%.cpp) $(wildcard tests/fuzz/*.h)
 	  printf '#undef %s\n' LLVMFuzzerTestOneInput LLVMFuzzerCustomMutator; done >> $@
 $(T)/fuzz/all: $(T)/fuzz/all.cpp $(LIB)
 	@echo "$(CXX)  $<"
-	$(Q)$(filter-out -include %/std.h,$(CPP)) -fsanitize=fuzzer $< -x none $(LIB) -o $@ $(CURL) $(CMARK) $(EDIT)
+	$(Q)$(COMPILE) -fsanitize=fuzzer $< -x none $(LIB) -o $@ $(CURL) $(CMARK) $(EDIT)
 $(FUZZERS:%=$(T)/fuzz/%): $(T)/fuzz/all
 	@ln -f $< $@
 run-%: $(T)/fuzz/%
