@@ -38,8 +38,7 @@ static void refuse_what_is_not_done(const Fields& f) {
         {"include_stop_str_in_output", NO}, {"include_reasoning", {"true"}}, {"spaces_between_special_tokens", EITHER},
         {"stream_interval", ONE}, {"watermarking", NO}, {"store", NO}, {"return_token_offsets", NO},
         {"return_mm_kwargs", EITHER}, {"routed_experts_prompt_start", {"0"}}, {"thinking_token_budget", {"-1"}},
-        {"service_tier", {"\"auto\"", "\"default\"", "\"flex\"", "\"scale\"", "\"priority\"", "\"fast\"",
-                          "\"ultrafast\""}}};
+        {"service_tier", SERVICE_TIERS}};
     for (auto& [name, v] : f.all) {
         const bool empty = (v.is(sj::Array) && v.size() == 0) || (v.is(sj::String) && v.str().empty());
         if (v.is(sj::Null) || empty || DONE.count(name)) continue;

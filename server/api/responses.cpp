@@ -41,9 +41,7 @@ std::string chat_of_response(const Fields& f) {
                        "prompt_cache_retention", "prompt_cache_options", "store", "background", "include", "truncation",
                        "top_logprobs", "service_tier", "stream_options", "stop"});
     refuse_values(f, {{"store", {"false"}}, {"background", {"false"}}, {"include", {}}, {"top_logprobs", {"0"}},
-                      {"truncation", {"\"disabled\""}},
-                      {"service_tier", {"\"auto\"", "\"default\"", "\"flex\"", "\"scale\"", "\"priority\"", "\"fast\"",
-                                        "\"ultrafast\""}}});
+                      {"truncation", {"\"disabled\""}}, {"service_tier", SERVICE_TIERS}});
     Turns turns{"input"};
     if (const std::string system = f.text("instructions"); !system.empty()) turns.all.push_back({"system", system});
     const sj::Value input = f["input"];
