@@ -20,7 +20,7 @@
 // members one by one, so loops use members() and items(). Of duplicate keys v["key"] sees the last, as
 // Python does.
 //
-// What a language model wrote as JSON is often none: repair() (below) makes it some and says how.
+// Text that a language model wrote as JSON is often invalid: repair() (below) makes it valid and says how.
 //
 // Numbers go through strtod and snprintf, since g++ 9 and 10 have no from_chars for double. Both obey
 // LC_NUMERIC: a program that calls setlocale() must leave that category at "C".

@@ -99,7 +99,7 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
     return all;
 }
 
-// What pandoc makes Markdown of. Nothing is loaded that the book names, where pandoc has --sandbox (from 2.15 on).
+// Formats that pandoc converts to Markdown. It loads nothing that the book names, if it has --sandbox (from 2.15 on).
 static std::string read_document(const std::string& path, const std::string& word, const std::string& stem,
                                  const std::string& filter) {
     std::string text, help;

@@ -37,7 +37,7 @@ template <class R, class F> static R guarded(R failed, F f) {
     return failed;
 }
 
-// What a model's contexts share. It lives as long as one of them does, also where the model is closed before.
+// The part of a model that its contexts share. It lives as long as one of them does, even if the model is closed.
 struct Opened {
     ModelFile file;
     Tokenizer tokenizer;

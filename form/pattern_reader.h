@@ -21,7 +21,7 @@ struct PatternReader {
     char peek(size_t ahead = 0) const { return at + ahead < text.size() ? text[at + ahead] : '\0'; }
     bool more() const { return at < text.size(); }
     bool accept(char c) { return more() && peek() == c ? (at++, true) : false; }
-    // Of each part of a pattern that is made, before its memory is taken.
+    // Called for each part of a pattern, before its memory is taken.
     void spend_part() { grammar.spend(1, sizeof(Pattern) + 64); }
     uint32_t code();
     int number();

@@ -32,7 +32,7 @@ struct Keywords {
     size_t bytes() const;
 };
 
-// What tells a branch of oneOf from the others: texts that its value must be one of, its types, and such texts of the
+// The marks of a branch of oneOf: texts that its value must be one of, its types, and such texts of the
 // properties that it must have.
 struct Distinction {
     using Texts = std::vector<int>; // numbers of texts, in order

@@ -16,7 +16,7 @@ struct ChatStyle {
     std::string system{};    // written where the conversation has no system prompt
     std::string strange{};   // the first text of the template that Qwen3's family does not write
 
-    // Of a chat_template.jinja; "": Qwen3's own.
+    // Reads the text of a chat_template.jinja; "": Qwen3's own.
     static ChatStyle of(std::string_view jinja);
     // Whether answers think: as asked, where the template leaves it open.
     bool thinking(bool asked) const { return thinks && (asked || !can_be_off); }

@@ -133,7 +133,7 @@ struct Likeliest {
     int id[MAX_LIKELIEST];
     float logit[MAX_LIKELIEST];
 };
-// Of logits (V), of which the ids < exist count. k <= MAX_LIKELIEST of them are wanted.
+// Reads logits (V), only ids < exist. k <= MAX_LIKELIEST: how many ids are reported.
 inline void likeliest(Likeliest& out, const float* logits, int exist, int k) {
     std::vector<int> ids(exist);
     for (int id = 0; id < exist; id++) ids[id] = id;

@@ -118,7 +118,7 @@ Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows)
     }
 }
 
-// What is known of the tokens by their texts and flags.
+// Facts about the tokens that follow from their texts and flags.
 void Tokenizer::load_tokens() {
     auto need = [&](bool condition, const char* fault) {
         if (!condition) DIE("%s: %s", file.path.c_str(), fault);

@@ -10,7 +10,7 @@
 #include <sys/file.h>
 #include <vector>
 
-// What a run leaves in its folder.
+// The files that a run leaves in its folder.
 static const char* const RUN_FILES[] = {
     "adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl",
     "loss.svg", "reward.svg", "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"};

@@ -3,7 +3,7 @@
 #include "train/options.h"
 #include <string>
 
-// Of rank 0. The folder is locked until the program ends, since --merge reads it after the run.
+// Rank 0 has one. The folder is locked until the program ends, since --merge reads it after the run.
 class RunFolder {
     const TrainOptions& o;
     int lock = -1;

@@ -37,10 +37,11 @@ void refuse_others(const Fields& f, FieldList known);
 // Refuses a field that has another value than those named here (with none: any).
 using Values = std::vector<const char*>;
 void refuse_value(const char* name, sj::Value v, const Values& values);
+// The same of many. Empty lists and strings are as good as absent.
+void refuse_values(const Fields& f, const std::vector<std::pair<const char*, Values>>& only);
+
 // OpenAI's service_tier: all are one here.
 inline const Values SERVICE_TIERS = {"\"auto\"", "\"default\"", "\"flex\"", "\"scale\"", "\"priority\"", "\"fast\"",
                                      "\"ultrafast\""};
-// The same of many. Empty lists and strings are as good as absent.
-void refuse_values(const Fields& f, const std::vector<std::pair<const char*, Values>>& only);
 
 } // namespace server

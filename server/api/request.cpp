@@ -22,13 +22,13 @@ static const std::set<std::string> DONE = {
     "model", "messages", "prompt", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens",
     "stop", "stop_token_ids", "ignore_eos", "seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
-    "top_logprobs", "skip_special_tokens", "echo", "best_of", "truncate_prompt_tokens", "truncation_side", "add_generation_prompt",
-    "continue_final_message", "chat_template_kwargs", "reasoning_effort", "priority", "cache_salt", "request_id",
+    "top_logprobs", "skip_special_tokens", "echo", "best_of", "truncate_prompt_tokens", "truncation_side",
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "priority", "cache_salt", "request_id",
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
     "tool_choice", "parallel_tool_calls", "use_documents", "user", "metadata", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options", "session_id"};
 
-// Of the others only values that change nothing pass; one that is empty is none.
+// Other fields may only have values that change nothing; an empty one counts as absent.
 static void refuse_what_is_not_done(const Fields& f) {
     static const Values NO = {"false"}, EITHER = {"true", "false"}, ONE = {"1", "1.0"};
     static const std::map<std::string, Values> ONLY = {

@@ -8,7 +8,8 @@ namespace server {
 
 Speech::Speech(const Tokenizer& t, const Job& job)
     : tokenizer(t), informed(job.alternatives >= 0), filter{job.stops, "", false},
-      state(!job.thinking ? ANSWER : opens_thought(t, job.prompt) ? THOUGHT : BEGIN), open(t.id("<think>")), close(t.id("</think>")),
+      state(!job.thinking ? ANSWER : opens_thought(t, job.prompt) ? THOUGHT : BEGIN), open(t.id("<think>")),
+      close(t.id("</think>")),
       call_open(t.id(CALL_OPEN)), call_close(t.id(CALL_CLOSE)), tools(job.tools), sure_calls(job.sure_calls),
       specials(job.specials) {
     if (job.min_tokens) filter.stops.clear(); // until then

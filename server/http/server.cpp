@@ -125,8 +125,8 @@ void Server::start() {
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
-// Of the address that has the most idle connections, those that have been idle for longest are closed. So idle ones of
-// one address do not keep others out.
+// Closes the connections that have been idle for longest, of the address that has the most idle ones. So the idle
+// connections of one address do not keep others out.
 void Server::make_room(const Peer* latest) {
     using Idle = std::vector<std::pair<double, Peer*>>; // since when
     std::map<uint64_t, Idle> of_address;
