@@ -3,18 +3,11 @@
 #include "sj.h"
 #include "model/tokenizer.h"
 #include "model/tokenizer_json.h"
+#include "tests/sanitized.h"
 #include <doctest/doctest.h>
 #include <functional>
 #include <thread>
 #include <time.h>
-
-#if defined(__SANITIZE_ADDRESS__)
-#define SANITIZED // g++
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define SANITIZED // clang++
-#endif
-#endif
 
 using Ids = std::vector<int>;
 static const char* TINY = "tests/fixtures/tiny/tokenizer.bin";
@@ -428,11 +421,7 @@ TEST_CASE("streamed bytes are the whole decode, and only an incomplete end is he
 // -------------------------------------------------------------------------------------------- hostile texts
 
 TEST_CASE("a megabyte of one thing takes less than a second") {
-#ifdef SANITIZED
-    const double limit = 20;
-#else
-    const double limit = 1;
-#endif
+    const double limit = SANITIZED ? 20 : 1;
     auto many = [](std::string unit) {
         std::string text;
         while (text.size() < 1000000) text += unit;
@@ -454,11 +443,7 @@ TEST_CASE("a megabyte of one thing takes less than a second") {
 }
 
 TEST_CASE("eight megabytes of white space, which is one piece, take about as long as eight of text") {
-#ifdef SANITIZED
-    const double limit = 30;
-#else
-    const double limit = 2;
-#endif
+    const double limit = SANITIZED ? 30 : 2;
     for (char c : {' ', '\n'}) {
         Ids ids;
         CHECK(seconds([&] { ids = qwen3().encode(std::string(8'000'000, c), true); }) < limit);
@@ -596,9 +581,5 @@ TEST_CASE("hash names the file") {
 TEST_CASE("it loads in well under 50 ms") {
     double best = 1;
     for (int run = 0; run < 10; run++) best = std::min(best, seconds([] { Tokenizer t("tokenizer.bin"); }));
-#ifdef SANITIZED
-    CHECK(best < 1);
-#else
-    CHECK(best < 0.05);
-#endif
+    CHECK(best < (SANITIZED ? 1 : 0.05));
 }
