@@ -18,8 +18,8 @@
 #include "sj.h"
 #include "tests/engine.h"
 #include "tests/http.h"
-#include "tests/sanitized.h"
 #include "tests/process.h"
+#include "tests/sanitized.h"
 #include <algorithm>
 #include <map>
 #include <memory>
