@@ -29,7 +29,7 @@
                                (adapters.h, mixed.h, segmented.h)
              speech.h          ids to text: characters, stop strings, thoughts, log-probabilities
    api/      request.h         from JSON to jobs; answer.h: from pieces to JSON; vectors and rankings (embed_api.h,
-                               pooled.h); two other dialects (asked.h: responses.h, messages.h)
+                               pooled.h); other dialects (asked.h: responses.h, messages.h, predict.h)
              batch.h           a file of requests; filing.h: over HTTP
    http/     server.h          libmicrohttpd, connections, deadlines; exchange.h: a request, its checks, the routes;
                                log.h, workers.h, traffic.h, page.h, openapi.h
@@ -101,6 +101,15 @@ static void add_adapter(Options& o, const char* option, const std::string& value
     o.adapters.push_back({name, folder});
 }
 
+// The text of a file, without the line breaks at its end.
+static Setter text_file(std::string& text) {
+    return [&text](const char* option, const char* path) {
+        text = MappedFile(path).text();
+        while (!text.empty() && strchr("\r\n", text.back())) text.pop_back();
+        if (text.empty()) DIE("%s %s: the file is empty", option, path);
+    };
+}
+
 static std::vector<Option> option_table(Options& o) {
     auto gigabytes = [](size_t& bytes) -> Setter {
         return [&bytes](const char* option, const char* v) {
@@ -145,6 +154,10 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
          whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
+        {"", "--predict-status", "NAME", "of GET / for programs: batch (default: all questions in one request to\n"
+         "/predict) or ok (one at a time)", one_of(o.server.predict_status, {"batch", "ok"})},
+        {"", "--predict-system", "FILE", "system prompt of /predict (default: --system's)", text_file(o.predict_system)},
+        {"", "--predict-max-tokens", "N", "of an answer to /predict (default 384)", whole(o.predict_tokens, 1, INT_MAX)},
         {"", "--files", "DIR", "offers OpenAI's Files and Batches, which are kept in this folder",
          file_name(o.server.files)},
         {"", "--allow-adapter-loading", "", "clients may load adapters from this machine's folders, and unload them",

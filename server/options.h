@@ -13,12 +13,12 @@
 namespace server {
 
 struct Options : ModelOptions {
-    std::string name, system, key_file, batch, output;
+    std::string name, system, key_file, batch, output, predict_system;
     std::vector<std::string> tasks; // none: what the model's folder says
     std::vector<std::pair<std::string, std::string>> adapters; // names and folders
     ServerOptions server;
     EngineOptions engine;
-    int max_queue = 1024, think = 0, jump = -1, gpus = 1, lookup = -1; // negative: as suits the device
+    int max_queue = 1024, think = 0, jump = -1, gpus = 1, lookup = -1, predict_tokens = 384; // negative: as suits the device
     DocumentOptions documents{};
     Context ctx{};
 

@@ -72,7 +72,6 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!e.context) e.context = c.max_positions, e.at_most = true;
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
-    if (!http) e.chunk = e.burst; // nobody waits for the next token
     e.paced = !e.chunk;
     if (!e.chunk) e.chunk = gpu ? 64 : 8; // (on a GPU that many hardly cost more than one)
     if (o.jump < 0) o.jump = gpu ? 0 : 2; // (a step of a GPU that is not all single tokens has no graph, and costs more)
@@ -121,6 +120,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
     server.service.path = o.model;
+    server.service.predicts = {o.predict_system, o.predict_tokens};
     Adapters& adapters = *server.service.adapters;
     const size_t room = engine.room_for_adapters(); // of those that clients load, all together
     adapters.open = [&, room](const std::string& name, const std::string& folder) {

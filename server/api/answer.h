@@ -62,6 +62,9 @@ struct Answer {
     virtual void add(Piece&& piece);
     std::string whole();
 
+    // Adds to the request's line in the log.
+    virtual void log(sj::Writer&) const {}
+
     // The whole in parts: what comes next, until all is told. What has been told of log-probabilities is let go.
     virtual bool told() const { return place.told; }
     virtual std::string part();

@@ -4,6 +4,7 @@
 #include "server/api/fields.h"
 #include "server/api/messages.h"
 #include "server/api/paths.h"
+#include "server/api/predict.h"
 #include "server/api/prompts.h"
 #include "server/api/responses.h"
 #include "server/api/turns.h"
@@ -25,6 +26,7 @@ Asked read_asked(const Service& service, const std::string& path, std::string_vi
     const bool texts = path == EMBEDDINGS || is_ranking(path);
     if (!texts && !service.generates)
         throw Refusal(400, "this server makes no text (serve --task generate)", "model");
+    if (path == PREDICT) return read_predict(service, body, salt);
     if (path == CHAT || path == COMPLETION) return as_it_is(read_ask(service, body, path == CHAT, salt));
     sj::Doc doc;
     const Fields f(parse_body(doc, body));

@@ -60,8 +60,10 @@ static Asked read_batch_line(const Service& service, std::string_view line, cons
     const sj::Value body = doc.root()["body"];
     if (body["stream"].is(sj::True)) throw Refusal(400, "stream is not for batches", "stream"); // before a form is read
     Asked asked = read_asked(service, url, body.raw(), how.salt);
-    for (Job& job : asked.ask.jobs)
+    for (Job& job : asked.ask.jobs) {
+        job.bulk = true;
         if (how.priority) job.priority = how.priority;
+    }
     return asked;
 }
 

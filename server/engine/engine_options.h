@@ -8,7 +8,7 @@ struct EngineOptions {
     int context = 0;      // tokens of a prompt and its answer
     int max_seqs = 0;     // answers at once
     int chunk = 0;        // tokens of prompts in a step that others wait for,
-    int burst = 0;        // ... and in one that nobody waits for
+    int burst = 0;        // ... and in one that nobody waits for (answers of a batch do not)
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
     bool at_most = false; // the context may be less: what the cache holds
     int texts = 0;        // pooled jobs at once, beside the answers

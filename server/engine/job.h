@@ -40,6 +40,7 @@ struct Job {
     uint64_t salt = 1;                // its API key's number: keys take turns
     uint64_t space = 0;               // only prompts of one space share pages: its cache_salt's, or (0) the key's
     AdapterPtr adapter{};             // it is computed with
+    bool bulk = false;                // one of a batch: nobody waits for its next token
     int priority = 0;                 // within its key; the lowest first
     bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();

@@ -10,6 +10,7 @@ Step Scheduler::plan_step() {
     yield(false);
     const bool first = yield(true); // whose prompts come first: texts' or answers'
     if (awaits_proposal()) return s;
+    bool awaited = false; // somebody waits for the token of an answer
     for (auto it = running.begin(); it != running.end(); ++it) {
         Sequence& q = *it->second;
         if (q.job.pooled || q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -19,10 +20,11 @@ Step Scheduler::plan_step() {
             q.pages.push_back(pool.take());
         }
         add(s, q, 1);
+        awaited |= !q.job.bulk;
     }
     s.singles = (int)s.token.size();
-    size_t budget = (size_t)(s.singles ? options.chunk : options.burst);
-    if (s.singles && options.paced) budget = prompt_pace.tokens(budget, (size_t)options.burst);
+    size_t budget = (size_t)(awaited ? options.chunk : options.burst);
+    if (awaited && options.paced) budget = prompt_pace.tokens(budget, (size_t)options.burst);
     odd = !odd; // (half of 1 is 1 and 0 in turn)
     const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
     budget -= add_prompts(s, first, part, 0);

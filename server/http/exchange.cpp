@@ -105,7 +105,8 @@ void Exchange::check_framing() const {
 }
 
 bool Exchange::looks_up() const {
-    const bool chat = path == CHAT || path == RESPONSES || path == MESSAGES || path == COUNT_TOKENS;
+    const bool chat = path == CHAT || path == RESPONSES || path == MESSAGES || path == COUNT_TOKENS ||
+                      path == PREDICT;
     return chat && server.service.documents;
 }
 
@@ -255,7 +256,7 @@ std::string Exchange::route_name() const {
     if (swaps()) return path;
     return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
                         "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
-                        EMBEDDINGS, "/v1/rerank", "/v2/rerank", "/rerank"});
+                        EMBEDDINGS, PREDICT, "/v1/rerank", "/v2/rerank", "/rerank"});
 }
 
 void Exchange::log() const {
@@ -275,6 +276,7 @@ void Exchange::log() const {
         w.field("id", answer->id).field("model", answer->model).field("prompt_tokens", answer->prompt_tokens);
         w.field("cached_tokens", answer->cached());
         w.field("completion_tokens", answer->count()).field("complete", answer->complete());
+        answer->log(w);
         if (first_token > 0) w.field("first_token_seconds", first_token - start);
     }
     server.log->write(w.end().text + "\n");

@@ -98,7 +98,13 @@ static const char OPENAPI[] = R"json({
   "/v1/batches/{id}/cancel": {"parameters": [{"$ref": "#/components/parameters/id"}],
     "post": {"requestBody": {"content": {"application/json": {}}},
       "responses": {"200": {"description": "the batch", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Batch"}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
-  "/": {"get": {"security": [], "responses": {"200": {"description": "the chat page", "content": {"text/html": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/predict": {"post": {
+    "requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "required": ["prompt"], "properties": {"prompt": {"oneOf": [{"type": "string"},
+        {"type": "array", "items": {"type": "string"}}]}}}}}},
+    "responses": {"200": {"description": "a response, or a list of them", "content": {"application/json": {"schema": {"type": "object", "required": ["response"], "properties": {"response": {"oneOf": [
+        {"type": "string"}, {"type": "array", "items": {"type": "string"}}]}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/": {"get": {"security": [], "responses": {"200": {"description": "the chat page, or the course's health", "content": {"text/html": {}, "application/json": {}}},
+    "503": {"description": "loading or draining", "content": {"application/json": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/openapi.json": {"get": {"security": [], "responses": {"200": {"description": "this document", "content": {"application/json": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/ping": {"get": {"security": [], "responses": {"200": {"description": "ready", "content": {"application/json": {}}}, "503": {"description": "loading or draining", "content": {"application/json": {}}},
     "default": {"$ref": "#/components/responses/Error"}}}},

@@ -21,6 +21,7 @@ struct ServerOptions {
     std::string files;                      // folder of Files and Batches; none: they are not offered
     int think = 0;                          // whether its switch for thoughts is on at first
     bool docs = false;                      // whether it has one for documents
+    std::string predict_status = "batch";   // of GET / once the model is ready: ok (one question at a time) or batch
     bool swaps = false;                     // whether clients may load and unload adapters
     int log = STDOUT_FILENO;                // where its lines go
     unsigned idle() const { return (unsigned)(deadline + 1) / 2; } // without a byte

@@ -316,15 +316,17 @@ TEST_CASE("prompts beside running answers: as many tokens as keep the step short
     CHECK(pace.tokens(1, 512) <= 14);
     CHECK(pace.tokens(20, 10) == 10);
 
-    // In an engine: a long prompt goes on while others answer, in the end all is said, and a fixed chunk is kept to.
-    for (bool paced : {true, false}) {
+    // In an engine: a long prompt goes on while others answer, in the end all is said, and a fixed chunk is kept to; a
+    // batch's answers wait for it.
+    for (auto [paced, bulk] : {std::pair{true, false}, {false, false}, {true, true}, {false, true}}) {
+        INFO(paced << bulk);
         EngineOptions o = {1024, 4, paced ? 8 : 100, 512, 0};
         o.paced = paced;
         Bench bench(o);
         Random random{77};
         Job running, guest;
         for (Job* job : {&running, &guest}) job->reply = std::make_shared<Reply>(), job->reply->left = 1;
-        running.prompt = {1, 2, 3}, running.max_tokens = 800, running.ignore_eos = true;
+        running.prompt = {1, 2, 3}, running.max_tokens = 800, running.ignore_eos = true, running.bulk = bulk;
         guest.max_tokens = 5, guest.ignore_eos = true;
         for (int i = 0; i < 400; i++) guest.prompt.push_back(random.below(300));
         REQUIRE(bench.desk.submit({running}));
@@ -332,7 +334,8 @@ TEST_CASE("prompts beside running answers: as many tokens as keep the step short
         REQUIRE(bench.desk.submit({guest}));
         int steps = 0;
         for (; guest.reply->pieces.empty() && steps < 1000; steps++) bench.engine.step();
-        if (paced) CHECK((steps >= 2 && steps <= 400 / 8 + 4)); // (one of them takes none)
+        if (bulk) CHECK(steps == 1);
+        else if (paced) CHECK((steps >= 2 && steps <= 400 / 8 + 4)); // (one of them takes none)
         else CHECK(steps == 4);
         run_all(bench, random, {});
         check_answer(running, expected(running, 1024));
@@ -1456,12 +1459,98 @@ TEST_CASE("the board for Grafana names what /metrics has") {
     }
 }
 
+static const std::string BROWSER = "Accept: text/html,application/xhtml+xml,*/*;q=0.8\r\n";
+
+TEST_CASE("GET / is the page for a browser, the course's health for programs") {
+    for (const char* status : {"", "ok"}) {
+        const Serving server(*status ? Strings{"--predict-status", status} : Strings{});
+        for (const char* accept : {"", "Accept: */*\r\n", "Accept: application/json\r\n"}) {
+            const HttpReply r = Http(server.port).call("GET", "/", "", accept);
+            CHECK(r.status == 200);
+            CHECK(r.headers.at("content-type") == "application/json");
+            CHECK(r.headers.at("vary") == "Accept");
+            CHECK(r.body == format(R"({"status": "%s"})", *status ? status : "batch"));
+        }
+        CHECK(Http(server.port).call("GET", "/", "", BROWSER).headers.at("content-type") == "text/html; charset=utf-8");
+    }
+    check_refusal(Process(PROGRAM, {MODEL, "--predict-status", "all"}).wait(), "serve", "--predict-status all: batch or ok");
+    check_refusal(Process(PROGRAM, {MODEL, "--predict-system", "/dev/null"}).wait(), "serve", "--predict-system");
+}
+
+TEST_CASE("/predict: one answer or as many as prompts, greedy, as a chat without a thought has them") {
+    const Strings asked = {"What is a warp?", "什么是 warp？", "", "😀 \\ \" \n <|im_end|>"};
+    auto quoted = [](const std::string& text) {
+        sj::Writer w;
+        return w.value(text).text;
+    };
+    auto chat = [&](const Serving& server, const std::string& prompt, const std::string& system, int most) {
+        const std::string before = system.empty() ? "" : R"({"role": "system", "content": )" + quoted(system) + "}, ";
+        return content(server.chat("{\"messages\": [" + before + R"({"role": "user", "content": )" + quoted(prompt) +
+            format("}], \"temperature\": 0, \"max_tokens\": %d, \"chat_template_kwargs\": {\"enable_thinking\": false}}", most)));
+    };
+    const MemoryFile system("You answer\nin one line.\n\n");
+    for (const bool options : {false, true}) {
+        Strings arguments = {"--ctx", "512", "--think", "1", "-y", "All of them."};
+        if (options)
+            arguments.insert(arguments.end(), {"--predict-system", format("/proc/%d/fd/%d", (int)getpid(), system.fd), "--predict-max-tokens", "7"});
+        Serving server(arguments);
+        const std::string prompt_of_system = options ? "You answer\nin one line." : "";
+        std::string list;
+        Strings wanted;
+        for (auto& prompt : asked) {
+            list += (list.empty() ? "" : ", ") + quoted(prompt);
+            wanted.push_back(chat(server, prompt, prompt_of_system, options ? 7 : 384));
+            const Json one(server.post("/predict", "{\"prompt\": " + quoted(prompt) + "}").body);
+            CHECK(one["response"].str() == wanted.back());
+            CHECK(one.root().size() == 1);
+        }
+        CHECK(wanted[0] != wanted[1]);
+        const Json many(server.post("/predict", R"({"id": 7, "prompt": [)" + list + "]}").body); // (what is not known is ignored)
+        REQUIRE(many["response"].size() == asked.size());
+        for (size_t i = 0; i < asked.size(); i++) CHECK(many["response"][i].str() == wanted[i]);
+
+        // Prompts that the context has no room for get an empty response, and cost the others nothing.
+        std::string words;
+        for (int i = 0; i < 600; i++) words += "warp ";
+        const std::string tokens = quoted(words), bytes = quoted(std::string(2'000'000, 'x'));
+        const Json mixed(server.post("/predict", "{\"prompt\": [" + tokens + ", " + list + ", " + bytes + "]}").body);
+        REQUIRE(mixed["response"].size() == asked.size() + 2);
+        CHECK(mixed["response"][(size_t)0].str("none") == "");
+        CHECK(mixed["response"][asked.size() + 1].str("none") == "");
+        for (size_t i = 0; i < asked.size(); i++) CHECK(mixed["response"][i + 1].str() == wanted[i]);
+        CHECK(server.post("/predict", "{\"prompt\": " + tokens + "}").body == R"({"response": ""})");
+        CHECK(server.post("/predict", R"({"prompt": []})").body == R"({"response": []})");
+        CHECK(server.post("/predict", "{\"prompt\": [" + bytes + "]}").body == R"({"response": [""]})");
+        for (const char* wrong : {"{}", R"({"prompt": null})", R"({"prompt": 1})", R"({"prompt": {}})", R"({"prompt": ["a", 1]})", R"({"prompt": ["a", null]})"})
+            check_refused(server.post("/predict", wrong), 400, "prompt");
+        check_refused(server.post("/predict", "[]"), 400);
+        check_refused(Http(server.port).call("GET", "/predict"), 405, "POST");
+        const std::string log = server.stop().out;
+        CHECK(log.find(format("\"unanswered\": [0, %zu]", asked.size() + 1)) != std::string::npos);
+        CHECK(count_of(log, "\"unanswered\"") == 3);
+    }
+}
+
+TEST_CASE("/predict: 300 prompts are one request; a list that the queue has no room for is refused whole") {
+    const Serving server({"--ctx", "256", "--predict-max-tokens", "3"});
+    auto body = [](size_t n) {
+        std::string list;
+        for (size_t i = 0; i < n; i++) list += format("%s\"What is %zu?\"", i ? ", " : "", i);
+        return "{\"prompt\": [" + list + "]}";
+    };
+    const Json many(server.post("/predict", body(300)).body);
+    REQUIRE(many["response"].size() == 300);
+    CHECK(many["response"][299].str() == Json(server.post("/predict", R"({"prompt": "What is 299?"})").body)["response"].str());
+    check_refused(server.post("/predict", body(1041)), 400, "prompt"); // --max-queue 1024, 16 at once
+    server.check_idle();
+}
+
 TEST_CASE("the page to chat on: headers, title, a number of its own each time") {
     const MemoryFile keys("a-key\n");
     Serving server({"--title", "A <b> & \"c\" {{nonce}}", "--think", "1", "--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd)});
     std::string before;
     for (int i = 0; i < 2; i++) {
-        const HttpReply r = Http(server.port).call("GET", "/"); // without a key
+        const HttpReply r = Http(server.port).call("GET", "/", "", BROWSER); // without a key
         REQUIRE(r.status == 200);
         CHECK(r.headers.at("content-type") == "text/html; charset=utf-8");
         CHECK(r.headers.at("x-content-type-options") == "nosniff");
@@ -1933,7 +2022,7 @@ TEST_CASE("documents: the question gets passages unless the request says no; sou
             "[1] warps.md:1, Warps\n# Warps\n\nA warp has 32 lanes.\n\nQuestion: What is a warp?";
         with_passages = content(server.chat(question(asked, more)));
         CHECK(with_passages != plain);
-        const Strings pages = {Http(server.port).call("GET", "/").body};
+        const Strings pages = {Http(server.port).call("GET", "/", "", BROWSER).body};
         CHECK(pages[0].find("data-docs=\"0\"") != std::string::npos);
     }
     const Serving server(options);
@@ -1973,7 +2062,7 @@ TEST_CASE("documents: the question gets passages unless the request says no; sou
     check_refused(server.post("/v1/completions", R"({"prompt": "a", "use_documents": true})"), 400, "use_documents");
     check_refused(server.chat(question(ask, "\"use_documents\": 1")), 400, "use_documents");
     CHECK(server.post("/v1/completions", R"({"prompt": "a", "max_tokens": 1})").status == 200);
-    CHECK(Http(server.port).call("GET", "/").body.find("data-docs=\"1\"") != std::string::npos);
+    CHECK(Http(server.port).call("GET", "/", "", BROWSER).body.find("data-docs=\"1\"") != std::string::npos);
 
     // A context in which a passage does not fit: it is cut, and the answer has its room.
     Strings small = options;
@@ -2191,7 +2280,9 @@ struct Loading {
         waitpid(process->pid, nullptr, 0);
         close(ends[0]);
     }
-    HttpReply call(const char* method, const char* path, const char* body = "") const { return Http(port).call(method, path, body); }
+    HttpReply call(const char* method, const char* path, const char* body = "", const std::string& headers = "") const {
+        return Http(port).call(method, path, body, headers);
+    }
 };
 
 TEST_CASE("while the model loads, the server says so") {
@@ -2206,7 +2297,11 @@ TEST_CASE("while the model loads, the server says so") {
         CHECK(r.headers.at("retry-after") == "1");
     }
     CHECK(server.call("GET", "/metrics").status == 200);
-    CHECK(server.call("GET", "/").status == 200); // the page waits, too
+    CHECK(server.call("GET", "/", "", BROWSER).status == 200); // the page waits, too
+    const HttpReply status = server.call("GET", "/");
+    CHECK(status.status == 503);
+    CHECK(status.body == R"({"status": "initializing"})");
+    check_refused(server.call("POST", "/predict", R"({"prompt": "a"})"), 503);
     check_refused(server.call("GET", "/nothing"), 404);
 
     std::string said;

@@ -1,0 +1,34 @@
+// predict.h: POST /predict, the contract of a university course: {"prompt": "..."} -> {"response": "..."}, or a list of
+// prompts and a list of as many responses. Answers are greedy, without a thought.
+#pragma once
+#include "server/api/asked.h"
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace server {
+
+// The texts of {"response": ...}, in the order of the prompts.
+struct PredictAnswer : Answer {
+    bool list;                       // the request had a list
+    std::vector<size_t> prompts;     // of each choice: the place of its prompt
+    std::vector<size_t> unanswered;  // places of prompts that the context has no room for; their response is ""
+
+    PredictAnswer(const Service& service, const Ask& ask, bool list, std::vector<size_t> prompts, std::vector<size_t> unanswered);
+    bool told() const override { return ended; }
+    std::string part() override;
+    void log(sj::Writer& w) const override;
+
+  private:
+    size_t place = 0, choice = 0;    // of the next response
+    const size_t end;
+    bool ended = false;
+    sj::Writer writer{};
+};
+
+// Reads the request's body. Fields other than `prompt` are ignored, as by the course's own server. `salt`: whose prompts
+// it may share pages with. The result has no jobs if no prompt can be answered. Throws Refusal.
+Asked read_predict(const Service& service, std::string_view body, uint64_t salt);
+
+} // namespace server
