@@ -11,6 +11,7 @@
 # make lab-check    every step once at an odd size (CHECKER="compute-sanitizer --error-exitcode 1")
 # make lab-plots    runs them all on this GPU: pictures and tables of docs/lab*.md
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
+# make course       a folder to hand in to the course: deploy/course (ADAPTER=FOLDER)
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -81,7 +82,7 @@ OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
-.PHONY: all cpu info test headers asan tsan aarch64 fuzz campaign bench clean cuda-check lab lab-check lab-plots check-env
+.PHONY: all cpu info test headers asan tsan aarch64 fuzz campaign bench course course-folder clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
 
 info:
@@ -176,6 +177,13 @@ $(B)/qwen3.map: Makefile
 	@mkdir -p $(B); echo '{ global: qwen3_*; local: *; };' > $@
 $(B)/libqwen3.so: $(B)/capi/library.o $(LIB) $(B)/qwen3.map
 	$(Q)$(LINK) -shared $(filter-out %.map,$^) -o $@ $(if $(CUDA),-Xlinker --version-script=$(B)/qwen3.map,-Wl$(comma)--version-script=$(B)/qwen3.map) $(CURL) $(CMARK)
+
+# A hand-in (deploy/course): for any x86-64 with a GPU of these kinds.
+course:
+	@$(MAKE) PORTABLE=1 ARCH="89 90 120" course-folder
+course-folder: $(B)/serve | info
+	@$(if $(CUDA),,echo "no nvcc here: this hand-in answers by the CPU" >&2)
+	@rm -rf $(BUILD)/course && deploy/course/pack.sh $(BUILD)/course $< $(ADAPTER)
 
 # ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
 LABS      := $(basename $(wildcard lab/*.cu))

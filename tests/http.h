@@ -129,6 +129,18 @@ inline std::vector<std::string> events_of(const std::string& body) {
     return all;
 }
 
+// A port of this machine that nothing listens at.
+inline int free_port() {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in at = {};
+    at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof at;
+    const bool bound = bind(fd, (sockaddr*)&at, size) == 0 && getsockname(fd, (sockaddr*)&at, &size) == 0;
+    ::close(fd);
+    if (!bound) DIE("no free port");
+    return ntohs(at.sin_port);
+}
+
 // A port of this machine; `serve` gets each connection in a thread of its own, and does not close it. When serve is to
 // wait, it asks with receive(), which comes back once the listener ends.
 class Listener {

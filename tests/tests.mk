@@ -12,7 +12,7 @@ TRAINING  := $(filter-out $(ALONE) $(SERVING),$(call INCLUDING,"(tests/trainer|t
 MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,"tests/(common|golden)))
 OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
 SHARED     = serve train model others
-TESTOPT    = -O1
+TESTOPT    = -O0
 # (Without the checks for null, for the size of objects and for pointers that wrap: ASan sees what they lead to, and they
 # are two fifths of the compile time.)
 UNDEFINED  = undefined -fno-sanitize=null$(comma)object-size$(comma)vptr$(comma)pointer-overflow -fno-sanitize-recover=all
@@ -27,9 +27,9 @@ endif
 TESTSAN    = $(filter-out $(COVERED),$(SAN))
 T          = $(B)/tests
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
-# test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
-# that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(UNITS))
+# test_export is about Python, test_tiny about one known file, test_library about linking, test_course and test_teach about
+# scripts: nothing that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_course test_export test_tiny test_library test_teach),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))
 RUNS       = $(call SHARED_BY,others,test_teach) $(call SHARED_BY,serve,$(SERVING)) $(call SHARED_BY,train,$(TRAINING)) \
@@ -71,7 +71,7 @@ $(T)/double.a: $(DOUBLE)
 	@rm -f $@ && ar rcs $@ $^
 $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
 	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
-$(ALONE:%=$(T)/%.o): TESTOPT = $(if $(SANITIZE),-O1,-O2)
+$(patsubst %,$(T)/%.o,$(filter-out test_datagen,$(ALONE))): TESTOPT = -Og
 $(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
 	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
 	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -MMD -MP -c $< -o $@

@@ -1,6 +1,7 @@
 // ranks.h: rows dealt, sums in order, what ends all ranks; and train_lora with --gpus N on the CPU, or started as launchers
 // do it (TRAIN_LORA, else ./train_lora; DATAGEN too), on the random model in fixtures/tiny. With GPUs the same code goes
 // by NCCL where it goes by sockets here: tests/gpu/test_gpu_backward.cpp.
+#include "tests/http.h"
 #include "tests/process.h"
 #include "train/ranks.h"
 #include "train/sockets.h"
@@ -340,16 +341,6 @@ TEST_CASE("ranks: one that dies ends all, at once and with a line that names it;
     }
     // A fault of rank 0 is told once: the folder is none.
     check_refusal(start(of_kind("--rank") + Strings{"--gpus", "2", "-o", rows().all})->wait(), "train_lora", "all.bin");
-}
-
-// A port that nothing listens at.
-static int free_port() {
-    const int fd = sockets::open_socket("127.0.0.1", 0, true);
-    sockaddr_in at = {};
-    socklen_t length = sizeof at;
-    REQUIRE(getsockname(fd, (sockaddr*)&at, &length) == 0);
-    close(fd);
-    return ntohs(at.sin_port);
 }
 
 TEST_CASE("ranks: started as launchers do it; a rank with another file or option is refused, and one that is no rank") {
