@@ -14,7 +14,7 @@ struct Avx2 {
     using Vector = __m256;
     using Operand = Vector;
     template <class T> using Input = float;
-    static constexpr int WIDTH = 8, SUMS = 8, ROWS = 4, TOKENS = 3, CHAINS = 2, KEYS = 8, MIXED = 8; // 16 registers
+    static constexpr int WIDTH = 8, SUMS = 8, ROWS = 4, TOKENS = 3, CHAINS = 2, KEYS = 8, MIXED = 8, OUTER = 6; // 16 registers
     static INLINE void load8(Vector& v, const float* p) { v = _mm256_loadu_ps(p); }
     static INLINE void load8(Vector& v, const bf16* p) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));

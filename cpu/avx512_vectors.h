@@ -11,7 +11,7 @@ struct Avx512 {
     using Vector = __m512;
     using Operand = Vector;
     template <class T> using Input = float;
-    static constexpr int WIDTH = 16, SUMS = 16, ROWS = 4, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8; // 32 registers
+    static constexpr int WIDTH = 16, SUMS = 16, ROWS = 4, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8, OUTER = 12; // 32 registers
     using Part = __mmask16;
     static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
     static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }

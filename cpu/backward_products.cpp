@@ -7,7 +7,8 @@
 #include "model/instances.h"
 #include <vector>
 
-// ---- Sums of rows, each times a number. Tiles of 4 by 32 sums stay in registers.
+// ---- Sums of rows, each times a number, by the loop of the CPU's instruction set. What it reads is packed before: numbers
+// of `rows` sums side by side for each term, and rows of `columns` numbers, both as acc<T>.
 namespace {
 template <class X> struct Rows { // row t, and its length
     const X* first;
@@ -23,45 +24,59 @@ template <class T> struct BlockRows { // of a Linear's
     }
 };
 } // namespace
-constexpr int OUTER_ROWS = 4, OUTER_COLUMNS = 2 * LANES;
+constexpr int OUTER_TERMS = 256; // packed rows of so many stay in the first-level cache
+constexpr size_t OUTER_ALONE = 400'000; // multiplications that one thread does as fast as several
 
-// sums[a][i] += (factor * from[a][t * u_term]) * row(t)[i0 + i], t < terms in this order, i < columns
+// packed (terms, columns): row(t)[i0 + i], zeros past the I numbers of a row
 template <class T, class Row>
-static __attribute__((noinline)) void add_outer_tile(acc<T> (&sums)[OUTER_ROWS][OUTER_COLUMNS],
-                                                     const T* const (&from)[OUTER_ROWS], size_t u_term, acc<T> factor,
-                                                     Row row, int terms, int i0, int columns) {
-    lanes<T> s[OUTER_ROWS][2], v[2];
-    for (int a = 0; a < OUTER_ROWS; a++) load_lanes(s[a][0], sums[a]), load_lanes(s[a][1], sums[a] + LANES);
-    for (int t = 0; t < terms; t++) {
-        const auto* x = row(t) + i0;
-        load_some(v[0], x, std::min(LANES, columns));
-        if (columns > LANES) load_some(v[1], x + LANES, columns - LANES);
-        else v[1] = lanes<T>{};
-        for (int a = 0; a < OUTER_ROWS; a++) {
-            const acc<T> y = factor * to_acc(from[a][t * u_term]);
-            s[a][0] += y * v[0], s[a][1] += y * v[1];
+static void pack_rows(acc<T>* packed, Row row, int t0, int terms, int i0, int columns, int I) {
+    lanes<T> v;
+    for (int t = t0; t < t0 + terms; t++, packed += columns)
+        for (int i = 0; i < columns; i += LANES) {
+            load_some(v, row(t) + i0 + std::min(i, I - i0), std::clamp(I - i0 - i, 0, LANES));
+            memcpy(packed + i, &v, sizeof v);
         }
-    }
-    for (int a = 0; a < OUTER_ROWS; a++) memcpy(sums[a], s[a], sizeof s[a]);
 }
 // close(a, i, sum) for every a < A, i < I with one sum in the order of t < terms,
 //     sum = open(a, i) + sum_t (factor * u[t * u_term + a * u_row]) * row(t)[i]
+// A task has the columns of one tile and some blocks of its rows.
 template <class T, class Row, class Open, class Close>
 static void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row, acc<T> factor, Row row,
                        Open open, Close close) {
-    const int across = (I + OUTER_COLUMNS - 1) / OUTER_COLUMNS, tiles = (A + OUTER_ROWS - 1) / OUTER_ROWS * across;
-    #pragma omp parallel for schedule(static) if ((size_t)A * I * terms > 50000)
-    for (int tile = 0; tile < tiles; tile++) {
-        const int a0 = tile / across * OUTER_ROWS, i0 = tile % across * OUTER_COLUMNS;
-        const int rows = std::min(OUTER_ROWS, A - a0), columns = std::min(OUTER_COLUMNS, I - i0);
-        acc<T> sums[OUTER_ROWS][OUTER_COLUMNS] = {};
-        for (int a = 0; a < rows; a++)
-            for (int i = 0; i < columns; i++) sums[a][i] = open(a0 + a, i0 + i);
-        const T* from[OUTER_ROWS]; // (the last row stands for those that are missing)
-        for (int a = 0; a < OUTER_ROWS; a++) from[a] = u + std::min(a0 + a, A - 1) * u_row;
-        add_outer_tile<T>(sums, from, u_term, factor, row, terms, i0, columns);
-        for (int a = 0; a < rows; a++)
-            for (int i = 0; i < columns; i++) close(a0 + a, i0 + i, sums[a][i]);
+    const OuterLoop<acc<T>> loop = best_loops<T>().outer;
+    const int R = loop.rows, C = loop.columns, blocks = (A + R - 1) / R, across = (I + C - 1) / C;
+    const bool alone = (size_t)A * I * terms <= OUTER_ALONE;
+    const int groups = alone ? 1 : std::clamp(4 * thread_count() / across, 1, (blocks + 3) / 4);
+    static thread_local std::vector<acc<T>> kept;
+    acc<T>* const factors = at_least(kept, (size_t)blocks * R * terms); // (blocks, terms, R)
+    #pragma omp parallel if (!alone)
+    {
+        #pragma omp for schedule(static)
+        for (int b = 0; b < blocks; b++)
+            for (int t = 0; t < terms; t++)
+                for (int r = 0; r < R; r++) {
+                    const int a = b * R + r;
+                    factors[((size_t)b * terms + t) * R + r] = a < A ? factor * to_acc(u[t * u_term + a * u_row]) : 0;
+                }
+        static thread_local std::vector<acc<T>> kept_rows, kept_sums;
+        acc<T>* const packed = at_least(kept_rows, OUTER_TERMS * C);
+        acc<T>* const sums = at_least(kept_sums, (size_t)blocks * R * C);
+        #pragma omp for schedule(static)
+        for (int task = 0; task < groups * across; task++) {
+            const int b0 = task % groups * blocks / groups, b1 = (task % groups + 1) * blocks / groups;
+            const int a0 = b0 * R, a1 = std::min(A, b1 * R), i0 = task / groups * C, columns = std::min(C, I - i0);
+            if (columns < C || a1 < b1 * R) std::fill_n(sums, (size_t)(b1 * R - a0) * C, 0);
+            for (int a = a0; a < a1; a++)
+                for (int i = 0; i < columns; i++) sums[(size_t)(a - a0) * C + i] = open(a, i0 + i);
+            for (int t = 0, some; t < terms; t += some) {
+                some = std::min(OUTER_TERMS, terms - t);
+                pack_rows<T>(packed, row, t, some, i0, C, I);
+                for (int b = b0; b < b1; b++)
+                    loop.add(sums + (size_t)(b - b0) * R * C, C, factors + ((size_t)b * terms + t) * R, packed, some);
+            }
+            for (int a = a0; a < a1; a++)
+                for (int i = 0; i < columns; i++) close(a, i0 + i, sums[(size_t)(a - a0) * C + i]);
+        }
     }
 }
 static constexpr auto FROM_ZERO = [](int, int) { return 0; }; // an `open`

@@ -17,6 +17,7 @@
 //     totals    of R rows by M tokens: y[m][r]
 //     Input     what x is read as: acc<T>, made once a product, or T where the instructions take it
 //     CHAINS    vectors a sum, so that one does not wait for another in a single token's product
+//     OUTER     rows of a tile of sums of products of two vectors, 2 Vectors wide
 //     ROWS, TOKENS  of W and x at once; KEYS and MIXED of attention: as many as the registers hold
 template <class Set> using Vector = typename Set::Vector;
 
@@ -204,6 +205,24 @@ static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input
     }
 }
 
+// sums[r * apart + i] += sum_t u[t * OUTER + r] v[t * 2 * WIDTH + i], each sum in the order of t. All sums stay in registers.
+template <class Set, class A> static void outer_tile(A* sums, size_t apart, const A* u, const A* v, int terms) {
+    constexpr int R = Set::OUTER, WIDTH = Set::WIDTH;
+    const typename Set::Part all = Set::part(WIDTH);
+    Vector<Set> sum[R][2], a, b[2];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int c = 0; c < 2; c++) Set::load(sum[r][c], sums + r * apart + c * WIDTH, all);
+    for (int t = 0; t < terms; t++, u += R, v += 2 * WIDTH) {
+        UNROLL for (int c = 0; c < 2; c++) Set::load(b[c], v + c * WIDTH, all);
+        UNROLL for (int r = 0; r < R; r++) {
+            Set::fill(a, u[r]);
+            UNROLL for (int c = 0; c < 2; c++) Set::multiply_add(sum[r][c], a, b[c]);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int c = 0; c < 2; c++) Set::store(sums + r * apart + c * WIDTH, sum[r][c], all);
+}
+
 template <class Set, class T>
 constexpr Loops<T> LOOPS = {
     {product_tile<Set, Format::PLAIN, T>, product_tile<Set, Format::INT8, T>, product_tile<Set, Format::INT4, T>,
@@ -211,4 +230,5 @@ constexpr Loops<T> LOOPS = {
     {{attention_scores<Set, 0, acc<T>, T>, attention_mix<Set, 0, acc<T>, T>},
      {attention_scores<Set, 128, acc<T>, T>, attention_mix<Set, 128, acc<T>, T>}},
     {{attention_scores<Set, 0, acc<T>, acc<T>>, attention_mix<Set, 0, acc<T>, acc<T>>},
-     {attention_scores<Set, 128, acc<T>, acc<T>>, attention_mix<Set, 128, acc<T>, acc<T>>}}};
+     {attention_scores<Set, 128, acc<T>, acc<T>>, attention_mix<Set, 128, acc<T>, acc<T>>}},
+    {outer_tile<Set, acc<T>>, Set::OUTER, 2 * Set::WIDTH}};

@@ -8,7 +8,7 @@ template <class A> struct Plain {
     using Vector = lanes<A>;
     using Operand = Vector;
     template <class T> using Input = A;
-    static constexpr int WIDTH = LANES, SUMS = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1;
+    static constexpr int WIDTH = LANES, SUMS = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, KEYS = 1, MIXED = 1, OUTER = 2;
     using Part = int;
     static INLINE Part part(int n) { return std::min(LANES, n); }
     template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }

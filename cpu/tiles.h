@@ -47,11 +47,18 @@ template <class A, class S> struct AttentionLoops {
     void (*mix)(A* out, A scale, const A* p, const S* values, const S* next, int D);
 };
 
+// Sums of products of two vectors, (rows, columns) at once: see outer_tile in cpu/loops.h.
+template <class A> struct OuterLoop {
+    void (*add)(A* sums, size_t apart, const A* u, const A* v, int terms); // u (terms, rows), v (terms, columns)
+    int rows, columns;
+};
+
 // The loops of one instruction set for stored type T.
 template <class T> struct Loops {
     ProductTile<T> tile[4];                       // by Format; x is acc<T>
     AttentionLoops<acc<T>, T> stored[2];          // for any D; for D = 128, every Qwen3's
     AttentionLoops<acc<T>, acc<T>> widened[2];
+    OuterLoop<acc<T>> outer;
 };
 template <class T> const Loops<T>& best_loops();  // of `instruction_set`
 

@@ -545,6 +545,49 @@ TEST_CASE_TEMPLATE("gradients of products, with adapters and dropout or without:
         }
 }
 
+TEST_CASE_TEMPLATE("gradients of large products: the definition in double; a row's bits alone, in any batch, on any number of threads", T, bf16, float, double) {
+    Random random{31};
+    for (auto [N, out, in] : {std::tuple{300, 290, 75}, {13, 600, 40}, {70, 33, 257}, {1, 300, 16}}) on_every_instruction_set([&, N = N, out = out, in = in] {
+        const std::vector<int> blocks = {out / 3, out - out / 3};
+        const auto w = random.fill<T>((size_t)out * in);
+        const auto wide = as_double(w);
+        const Linear<T> W = linear_of(w, blocks, in);
+        const auto x = random.fill<T>((size_t)N * in), dy = random.fill<T>((size_t)N * out);
+        const auto before = random.fill<acc<T>>((size_t)out * in);
+        std::vector<double> want((size_t)N * in), want_W = as_double(before);
+        linear_backward_input(want.data(), (double*)nullptr, (double*)nullptr, as_double(dy).data(), linear_of(wide, blocks, in), N);
+        linear_backward_weight(want_W.data(), as_double(dy).data(), out, as_double(x).data(), N, out, in);
+        auto dx_of = [&](int first, int rows) {
+            auto dx = poisoned<T>((size_t)rows * in);
+            linear_backward_input_cpu(cpu(), dx.data(), (T*)nullptr, (acc<T>*)nullptr, dy.data() + (size_t)first * out, W, rows);
+            return dx;
+        };
+        auto dW_of = [&] {
+            auto dW = before;
+            linear_backward_weight_cpu(cpu(), dW.data(), dy.data(), out, x.data(), N, out, in);
+            return dW;
+        };
+        const auto dx = dx_of(0, N);
+        const auto dW = dW_of();
+        CHECK(off<T>(dx, want) == 0);
+        CHECK(off<T>(dW, want_W) == 0);
+        for (int rows : {1, 2, 7, 64})
+            for (int n = 0; n + rows <= N; n += 17) {
+                const auto alone = dx_of(n, rows);
+                REQUIRE(memcmp(alone.data(), dx.data() + (size_t)n * in, alone.size() * sizeof(T)) == 0);
+            }
+#ifdef _OPENMP
+        const int threads = omp_get_max_threads();
+        for (int j : {1, 3, 7}) {
+            omp_set_num_threads(j);
+            CHECK(same_bits(dx_of(0, N), dx));
+            CHECK(same_bits(dW_of(), dW));
+        }
+        omp_set_num_threads(threads);
+#endif
+    });
+}
+
 // ---- PyTorch's autograd, op by op (ops.json)
 
 struct Reference {
