@@ -1,6 +1,7 @@
 #include "book/arguments.h"
 #include "base/json_lines.h"
 #include "model/utf8.h"
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <sys/stat.h>

@@ -1,6 +1,7 @@
 // model/session.cpp: a conversation: tokens in, logits and draws out; answers.
 #include "model/session.h"
 #include "model/instances.h"
+#include "model/stop_filter.h"
 #include "model/utf8.h"
 #include <algorithm>
 #include <csignal>

@@ -1,12 +1,9 @@
-// model/utf8.h: UTF-8, whole, broken, or in parts; stop strings in a stream of text.
+// model/utf8.h: UTF-8, whole, broken, or in parts.
 #pragma once
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 // Length of the character that s (n > 0 bytes) begins with. Not positive if there is none: -k if one U+FFFD
 // stands for the k bytes of a broken one (Unicode 3.9, table 3-7), 0 if s ends before the character does.
@@ -60,17 +57,4 @@ struct Utf8Stream {
 
     std::string feed(std::string_view bytes);
     std::string flush();
-};
-
-// Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
-// is the one that ends first (of these the longest), so that it does not matter in which pieces the text comes.
-struct StopFilter {
-    std::vector<std::string> stops; // none empty
-    std::string held;
-    bool stopped = false;
-    std::string found{};            // the one that stopped it
-
-    // Takes new text, returns what is certain to be before any stop string.
-    std::string feed(std::string_view text);
-    std::string flush() { return std::exchange(held, {}); }
 };

@@ -5,6 +5,7 @@
 #include "book/score.h"
 #include "model/utf8.h"
 #include "sj.h"
+#include <algorithm>
 #include <cmath>
 #include <locale.h>
 #include <memory>

@@ -1,6 +1,7 @@
 // speech.h: from drawn ids to text: characters, stop strings, thoughts, calls, log-probabilities.
 #pragma once
 #include "form/tools.h"
+#include "model/stop_filter.h"
 #include "model/tokenizer.h"
 #include "model/utf8.h"
 #include "qwen3.cu"

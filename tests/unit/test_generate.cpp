@@ -3,6 +3,7 @@
 #include "model/model_file.h"
 #include "model/pace.h"
 #include "model/session.h"
+#include "model/stop_filter.h"
 #include "model/tokenizer.h"
 #include "model/utf8.h"
 #include "model/weights.h"
