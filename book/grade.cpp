@@ -62,6 +62,7 @@ struct Judge {
     std::string ask(const char* path, const std::string* body) {
         stop_if_interrupted();
         transfer.prepare(url + path, headers, body, std::max(1L, std::lround(1000 * (end - seconds()))));
+        transfer.set(CURLOPT_FORBID_REUSE, 1L); // as Python's requests.post: each has a connection of its own
         transfer.set(CURLOPT_NOPROGRESS, 0L);
         transfer.set(CURLOPT_XFERINFOFUNCTION, tick);
         transfer.set(CURLOPT_XFERINFODATA, (void*)this);
@@ -166,7 +167,7 @@ int run_grade(const Arguments& a) {
     grade.health_limit = a.number("--health-limit", 420, 1, 86400);
     grade.predict_limit = a.number("--predict-limit", 360, 1, 86400);
     grade.least = parse_number("--least", a.text("--least", "0.35").c_str(), 0, 1);
-    const Jieba jieba(a.data("jieba.bin"));
+    const Jieba jieba(a.has("--data") ? a.data("jieba.bin") : find_jieba(" (--data DIR names the folder)"));
     const Tokenizer tokenizer(a.tokenizer());
     const std::vector<GradeQuestion> questions = read_questions(a);
     Output table(a.output()), json(a.has("--json") ? a.text("--json") : "-"); // a bad name shows at once

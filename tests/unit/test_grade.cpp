@@ -141,8 +141,9 @@ TEST_CASE("grade: the table counts tokens, ROUGE-L and rouge_score as they are d
     CAPTURE(report.text);
     CHECK(l > 0.35);
     CHECK(score == 0.25);
-    CHECK(holds(report.text, format("\none at a time       2.00     360       3 %9zu %9.1f %9zu %9.1f %8.4f      0.2500\n",
-                                    answers, (double)answers / 2, all, (double)all / 2, l)));
+    CHECK(holds(report.text, "\none at a time       2.00     360       3 " +
+                                 format("%9zu %9.1f %9zu %9.1f %8.4f      0.2500\n", answers, (double)answers / 2, all,
+                                        (double)all / 2, l)));
     CHECK(holds(report.text, "\nhealth              1.50     420\n"));
     CHECK(report.passed); // (the command says of a round that ended early why; here nothing did)
     CHECK(report.text.substr(report.text.rfind('\n')) == "\npassed");
@@ -197,12 +198,13 @@ struct HandIn {
     std::mutex mutex;
     Strings seen;          // requests: "GET /", or the prompt of POST /predict as JSON
     size_t predicted = 0, most_at_once = 0;
-    std::atomic<size_t> at_once{0};
+    std::atomic<size_t> at_once{0}, connections{0};
     Listener listener{[this](int peer) { serve(peer); }};
 
     std::string url() const { return format("http://127.0.0.1:%d", listener.port); }
 
     void serve(int peer) {
+        connections++;
         std::string in, header, body;
         while (listener.request(peer, in, header, body)) {
             if (header.find("GET / HTTP/1.1\r\n") == 0) {
@@ -278,6 +280,7 @@ TEST_CASE("grade: waits for health, then asks one question after another, or all
         CHECK(r.out == "");
         CHECK(h.seen == Strings{"GET /", "GET /", "GET /", "\"问0\"", "\"问1\"", "\"问2\""});
         CHECK(h.most_at_once == 1);
+        CHECK(h.connections == 6); // each has its own
         const std::string text = read_file(table);
         CHECK(holds(text, "\none at a time "));
         CHECK(!holds(text, "\nin one list "));
@@ -375,7 +378,8 @@ TEST_CASE("grade: limits end a stage; a server that is never ready, hangs, hangs
         CHECK(all["rounds"].size() == 0);
         CHECK(all["health"]["seconds"].number(NAN) >= 1);
     }
-    for (auto [status, word] : {std::pair("odd\\u001b[31m", "status \"odd [31m\""), {"x\", \"status\": 1, \"y\": \"", "a reply without a status"}}) {
+    for (auto [status, word] : {std::pair("odd\\u001b[31m", "status \"odd [31m\""),
+                                {"x\", \"status\": 1, \"y\": \"", "a reply without a status"}}) {
         HandIn h;
         h.status = status;
         CHECK(holds(grade(exam.words(h, {"--health-limit", "1"})).out, word));
@@ -388,11 +392,15 @@ TEST_CASE("grade: limits end a stage; a server that is never ready, hangs, hangs
         CHECK(seconds() - start < 30);
         INFO(r.out);
         CHECK(r.status == 1);
-        CHECK(holds(r.out, h.status == "ok" ? " of 3: no reply within the limit\n" : "in one list: no reply within the limit\n"));
+        CHECK(holds(r.out, h.status == "ok" ? " of 3: no reply within the limit\n"
+                                            : "in one list: no reply within the limit\n"));
     }
     int port;
     {
-        Listener silent([&](int peer) { std::string in, head, body; silent.request(peer, in, head, body); }); // hangs up
+        Listener silent([&](int peer) { // hangs up
+            std::string in, head, body;
+            silent.request(peer, in, head, body);
+        });
         port = silent.port;
         const Result r = grade({exam.path, "--url", format("http://127.0.0.1:%d", port), "--health-limit", "1"});
         CHECK(holds(r.out, "failed: health: not ready within the limit; the last reply: Server returned nothing"));
