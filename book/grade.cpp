@@ -61,7 +61,7 @@ struct Judge {
     // An exchange within the stage's limit: `reply`; or why there is none.
     std::string ask(const char* path, const std::string* body) {
         stop_if_interrupted();
-        transfer.prepare(url + path, headers, body, std::max(1L, std::lround(1000 * (end - seconds()))));
+        transfer.prepare(url + path, headers, body, std::max(1L, (long)std::ceil(1000 * (end - seconds()))));
         transfer.set(CURLOPT_FORBID_REUSE, 1L); // as Python's requests.post: each has a connection of its own
         transfer.set(CURLOPT_NOPROGRESS, 0L);
         transfer.set(CURLOPT_XFERINFOFUNCTION, tick);
@@ -91,13 +91,13 @@ struct Judge {
             if (fault.empty())
                 fault = reply.root()["status"].is(sj::String) ? "status " + in_quotes(score_excerpt(grade.status, 60))
                                                               : "a reply without a status";
-            if (last.empty() || !late()) last = fault;
+            if (!late()) last = fault;
             for (const double wake = std::min(seconds() + 0.5, end); seconds() < wake; usleep(20'000)) {
                 stop_if_interrupted();
                 show();
             }
             if (!late()) continue;
-            grade.fault = format("not ready within the limit; the last reply: %s", last.c_str());
+            grade.fault = "not ready within the limit; " + (last.empty() ? "no reply" : "the last reply: " + last);
             return false;
         }
     }

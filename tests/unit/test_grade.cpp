@@ -405,6 +405,14 @@ TEST_CASE("grade: limits end a stage; a server that is never ready, hangs, hangs
         const Result r = grade({exam.path, "--url", format("http://127.0.0.1:%d", port), "--health-limit", "1"});
         CHECK(holds(r.out, "failed: health: not ready within the limit; the last reply: Server returned nothing"));
     }
+    {
+        Listener mute([&](int peer) {
+            std::string in;
+            while (mute.receive(peer, in)) {}
+        });
+        const Result r = grade({exam.path, "--url", format("http://127.0.0.1:%d", mute.port), "--health-limit", "1"});
+        CHECK(holds(r.out, "failed: health: not ready within the limit; no reply\n"));
+    }
     const Result none = grade({exam.path, "--url", format("http://127.0.0.1:%d", port), "--health-limit", "1"});
     CHECK(none.status == 1);
     CHECK(holds(none.out, "Couldn't connect to server"));
