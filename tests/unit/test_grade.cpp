@@ -66,13 +66,13 @@ TEST_CASE("grade: questions of rows: Alpaca, messages, question and answer; JSON
         {"{\"question\": \"\", \"answer\": \"a\"}", "question 1: it is empty"}, {"{\"question\": }", "line 1: byte "},
         // answers of `qwen3 --eval`: no question's reference
         {R"({"question": "q", "reference": "r", "answer": "a"})", "instruction: missing"}};
-    for (auto& [text, word] : faults) {
-        write_file(path, text);
-        CAPTURE(text);
+    for (auto& c : faults) {
+        write_file(path, c.first);
+        CAPTURE(c.first);
         const std::string fault = fault_of(path);
         CAPTURE(fault);
         CHECK(fault.compare(0, path.size() + 2, path + ": ") == 0);
-        CHECK(holds(fault, word));
+        CHECK(holds(fault, c.second));
     }
 }
 
@@ -89,12 +89,12 @@ TEST_CASE("grade: questions of lines that begin with 问题： and 答案：") {
         {"问题：一\n", "the last question has no answer"}, {"问题：\n答案：x\n", "question 1: it is empty"},
         {"问题：一\n答案： \n", "question 1: its answer is empty"}, {"题目：一\n", "no question in it"},
         {"问题：\xFF\n答案：x\n", "no UTF-8 at byte 9"}};
-    for (auto& [text, word] : faults) {
-        write_file(path, text);
-        CAPTURE(text);
+    for (auto& c : faults) {
+        write_file(path, c.first);
+        CAPTURE(c.first);
         const std::string fault = fault_of(path);
         CAPTURE(fault);
-        CHECK(holds(fault, word));
+        CHECK(holds(fault, c.second));
     }
 }
 
