@@ -75,8 +75,8 @@ ROOM_FILES = $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA)
 HOT        = $(filter $(ROOMS:%=%/%),model/tokenizer.cpp model/lookup.cpp model/quantized.cpp model/quantize_matrix.cpp \
              form/grammar.cpp form/automaton.cpp form/masks.cpp search/index.cpp search/words.cpp search/hybrid.cpp \
              $(patsubst %,book/%.cpp,jieba words characters minhash score bleu_words rouge_index))
-SEPARATE   = book/generate.cpp cli/libedit.cpp cpu/%
-SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard book/generate.cpp cli/libedit.cpp)) $(wildcard cpu/*.cpp) \
+SEPARATE   = book/generate.cpp book/grade.cpp cli/libedit.cpp cpu/%
+SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(wildcard cpu/*.cpp) \
              $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) gpu/*.cu gpu/*/*.cu))
 OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a
@@ -89,7 +89,7 @@ info:
 	@echo "compiler  $(if $(CUDA),$(HAVE_NVCC) with $(CXX),$(CXX); $(if $(HAVE_NVCC),nvcc is here$(comma) but no GPU: CPU only (make ARCH=89 builds for a GPU),no nvcc: CPU only))"
 	@echo "threads   $(if $(OPENMP),OpenMP,one: $(CXX) has no OpenMP)"
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
-	@echo "datagen   $(if $(CURL),libcurl: with generate,without generate (libcurl4-openssl-dev adds it))"
+	@echo "datagen   $(if $(CURL),libcurl: with generate and grade,without generate and grade (libcurl4-openssl-dev adds it))"
 	@echo "chunk     $(if $(CMARK),libcmark: Markdown as CommonMark has it,rules of its own for Markdown (libcmark-dev adds CommonMark's))"
 	@echo "serve     $(if $(MHD),libmicrohttpd,not built: it needs libmicrohttpd (libmicrohttpd-dev))"
 	@$(if $(CUDA),echo "GPUs      $(if $(NCCL),NCCL: train_lora --gpus N,one: no libnccl.so.2 here (libnccl2 adds it when train_lora runs; or LD_LIBRARY_PATH))",:)

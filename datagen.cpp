@@ -1,4 +1,4 @@
-// datagen.cpp: from a textbook to a clean dataset. Plain C++; libcurl only for `generate`.
+// datagen.cpp: from a textbook to a clean dataset. Plain C++; libcurl only for `generate`, `grade`.
 //
 //   book.md > chunk > chunks > prompt > requests > generate > responses > collect > qa > filter > clean
 //   clean > split > train, test > pack > train.bin, test.bin            (stats and unpack look into any of them)
@@ -19,6 +19,7 @@
 #include "book/collect.h"
 #include "book/filter.h"
 #include "book/generate.h"
+#include "book/grade.h"
 #include "book/pack.h"
 #include "book/prompt.h"
 #include "book/report.h"
@@ -60,6 +61,9 @@ static const Command COMMANDS[] = {
      "tokenizes; also reads dataset_info.json (--name NAME)"},
     {"unpack", "data.bin", "-z", 1, 1, run_unpack, "the rows of a dataset as JSONL"},
     {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "rows, tokens, lengths, difficulties by chapter"},
+    {"grade", "QUESTIONS", "--url --mode --health-limit --predict-limit --least --json -z", 1, 1, run_grade,
+     "asks a server as a course's judge does, and grades: limits, tokens a second, ROUGE-L (rows of JSON; text or\n"
+     "DOCX with 问题： and 答案：). Exit status 0: passed, 1: failed"},
 };
 
 // What each option means; Arguments::given has it under its first name. Some defaults come from limits.txt: a test sees
@@ -85,7 +89,8 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--lang", "NAME", "prompt: language of the templates (default: each chunk's); filter: zh or\n"
          "en, the language of the rows (default: what each row says)", {}},
         {"", "--chapter-quota", "N", "questions a chapter, at most (default: no limit)", {}},
-        {"", "--url", "URL", "an OpenAI-compatible endpoint, with or without /v1; needed", {}},
+        {"", "--url", "URL", "generate: an OpenAI-compatible endpoint, with or without /v1; grade: the\n"
+         "server that is graded; needed", {}},
         {"", "--key-env", "NAME", "of the variable with the API key (default: no key is sent)", {}},
         {"", "--parallel", "N", "requests at once (default 8)", {}},
         {"", "--timeout", "SECONDS", "for a reply (default 300)", {}},
@@ -103,6 +108,12 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--max-len", "N", "tokens of a row, at most (default 512)", {}},
         {"", "--over", "drop|refuse", "what becomes of longer rows (default: drop)", {}},
         {"", "--info", "FILE", "dataset_info.json to write, or none (default: beside the rows)", {}},
+        {"", "--mode", "ok|batch|both", "questions one at a time, in one list, or both (default: what the server's\n"
+         "status says)", {}},
+        {"", "--health-limit", "SECONDS", "until the server is ready (default 420)", {}},
+        {"", "--predict-limit", "SECONDS", "for all answers (default 360)", {}},
+        {"", "--least", "X", "ROUGE-L that passes (default 0.35)", {}},
+        {"", "--json", "FILE", "all of it and each answer as one JSON object (default: none is written)", {}},
         {"", "--name", "NAME", "of the dataset in dataset_info.json; needed to read one", {}},
     };
     for (auto& o : table)

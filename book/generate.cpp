@@ -7,12 +7,12 @@
 #include "book/requests.h"
 #include "book/rows.h"
 #include "book/text.h"
+#include "book/transfer.h"
 #include "book/words.h"
 #include "model/chat_template.h"
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <curl/curl.h>
 #include <map>
 #include <memory>
 #include <unistd.h>
@@ -24,16 +24,13 @@ namespace book {
 namespace {
 
 // One of the connections: idle, asking, or waiting before it asks again.
-struct Slot {
-    CURL* easy = curl_easy_init();
+struct Slot : Transfer {
     std::unique_ptr<Request> request; // none: idle
-    std::string reply;
     double retry_after = -1; // seconds, as the endpoint wrote them; -1: it wrote none
     size_t attempts = 0;
     double wake = 0; // when to ask; infinite while asking
     double begun = 0; // when its request was asked first
     bool formless = false; // its request is asked again without the form of the answer, which was refused
-    ~Slot() { curl_easy_cleanup(easy); }
 };
 
 struct Sender {
@@ -41,7 +38,7 @@ struct Sender {
     Journal& journal;
     const std::string url, key;
     const size_t retries, parallel, timeout, give_up;
-    curl_slist* headers = nullptr;
+    curl_slist* headers = json_headers();
     CURLM* multi = curl_multi_init();
     std::vector<std::unique_ptr<Slot>> slots;
     std::map<std::string, std::pair<size_t, std::string>> faults; // why requests were asked again or given up: how
@@ -60,8 +57,6 @@ struct Sender {
           timeout(a.number("--timeout", limits.count("generate.timeout"), 1, 86400)),
           give_up(limits.count("generate.give_up")) {
         if (!key.empty()) headers = curl_slist_append(headers, ("Authorization: Bearer " + key).c_str());
-        headers = curl_slist_append(headers, "Content-Type: application/json");
-        headers = curl_slist_append(headers, "Expect:"); // no round trip before the body
         while (slots.size() < parallel) slots.push_back(std::make_unique<Slot>());
     }
     static std::string read_key(const Arguments& a) {
@@ -79,12 +74,6 @@ struct Sender {
         curl_slist_free_all(headers);
     }
 
-    static size_t receive(char* bytes, size_t, size_t n, void* slot) {
-        std::string& reply = ((Slot*)slot)->reply;
-        if (reply.size() + n > Reader::LONGEST / 2) return 0; // curl ends the transfer
-        reply.append(bytes, n);
-        return n;
-    }
     static size_t receive_header(char* bytes, size_t, size_t n, void* slot) {
         std::string line(bytes, n);
         for (char& c : line) c = (char)lower((uint8_t)c);
@@ -98,32 +87,14 @@ struct Sender {
         return n;
     }
     void ask(Slot& s) {
-        s.reply.clear(), s.retry_after = -1;
+        s.retry_after = -1;
         if (s.request && (formless || s.formless) && s.request->has_form()) s.request->remove_form();
         s.attempts++;
-        curl_easy_reset(s.easy);
-        auto set = [&](CURLoption option, auto value) {
-            if (curl_easy_setopt(s.easy, option, value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
-        };
-        set(CURLOPT_URL, address(url, s.request ? s.request->url : "/v1/models").c_str());
-#if LIBCURL_VERSION_NUM >= 0x075500 // no redirects are followed: the key goes nowhere else
-        set(CURLOPT_PROTOCOLS_STR, "http,https");
-#else
-        set(CURLOPT_PROTOCOLS, (long)(CURLPROTO_HTTP | CURLPROTO_HTTPS));
-#endif
-        set(CURLOPT_HTTPHEADER, headers);
-        if (s.request) {
-            set(CURLOPT_POSTFIELDS, s.request->body.c_str());
-            set(CURLOPT_POSTFIELDSIZE_LARGE, (curl_off_t)s.request->body.size());
-        }
-        set(CURLOPT_WRITEFUNCTION, receive);
-        set(CURLOPT_WRITEDATA, (void*)&s);
-        set(CURLOPT_HEADERFUNCTION, receive_header);
-        set(CURLOPT_HEADERDATA, (void*)&s);
-        set(CURLOPT_PRIVATE, (void*)&s);
-        set(CURLOPT_NOSIGNAL, 1L);
-        set(CURLOPT_CONNECTTIMEOUT, 20L);
-        set(CURLOPT_TIMEOUT, (long)timeout);
+        s.prepare(address(url, s.request ? s.request->url : "/v1/models"), headers,
+                  s.request ? &s.request->body : nullptr, 1000 * (long)timeout);
+        s.set(CURLOPT_HEADERFUNCTION, receive_header);
+        s.set(CURLOPT_HEADERDATA, (void*)&s);
+        s.set(CURLOPT_PRIVATE, (void*)&s);
     }
 
     // How a transfer ended.
@@ -352,9 +323,7 @@ static std::pair<size_t, size_t> count_requests(const Arguments& a, const Journa
 
 int run_generate(const Arguments& a) {
     if (a.files[0] == "-") DIE("the requests are read more than once, so they have to be in a file");
-    const std::string url = a.need("--url");
-    if (url.compare(0, 7, "http://") && url.compare(0, 8, "https://"))
-        DIE("--url %s: expected http:// or https://", url.c_str());
+    check_url(a.need("--url"));
     Journal journal(a.text("--journal", a.files[0] + ".journal"));
     const Unusable unusable(a.text("--again"));
     const auto [total, there] = count_requests(a, journal, unusable);

@@ -101,12 +101,12 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
 
 // Formats that pandoc converts to Markdown. It loads nothing that the book names, if it has --sandbox (from 2.15 on).
 static std::string read_document(const std::string& path, const std::string& word, const std::string& stem,
-                                 const std::string& filter) {
+                                 const std::string& filter, bool plain) {
     std::string text, help;
     if (!output_of(path, {"pandoc", "--help"}, help))
-        DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t gfm %s -o %s.md",
-            path.c_str(), path.c_str(), stem.c_str());
-    Strings command = {"pandoc", "-t", "gfm-raw_html", "--wrap=none", "--lua-filter", filter, word};
+        DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t %s %s -o %s.%s",
+            path.c_str(), plain ? "plain" : "gfm", path.c_str(), stem.c_str(), plain ? "txt" : "md");
+    Strings command = {"pandoc", "-t", plain ? "plain" : "gfm-raw_html", "--wrap=none", "--lua-filter", filter, word};
     if (help.find("--sandbox") != help.npos) command.insert(command.begin() + 1, "--sandbox");
     output_of(path, command, text);
     return text;
@@ -124,7 +124,8 @@ static void need_text(const std::string& path, const std::string& text) {
     }
 }
 
-std::string read_book(const std::string& path, const std::string& clean, const std::string& filter) {
+std::string read_book(const std::string& path, const std::string& clean, const std::string& filter,
+                      bool plain) {
     const MappedFile file(path);
     const size_t dot = path.find('.', path.rfind('/') + 1) == path.npos ? path.size() : path.rfind('.');
     const std::string stem = path.substr(0, dot), word = path[0] == '/' ? path : "./" + path; // no option and no URL
@@ -133,7 +134,7 @@ std::string read_book(const std::string& path, const std::string& clean, const s
     const bool pdf = ending == ".pdf" || file.text().substr(0, 5) == "%PDF-";
     const bool other = std::set<std::string>{".html", ".htm", ".xhtml", ".docx", ".odt", ".epub"}.count(ending);
     if (pdf) text = read_pdf(path, word, stem);
-    else text = other ? read_document(path, word, stem, filter) : std::string(file.text());
+    else text = other ? read_document(path, word, stem, filter, plain) : std::string(file.text());
     need_text(path, text);
     if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
     if ((pdf || other) && text.find_first_not_of(" \t\r\n\f") == text.npos)

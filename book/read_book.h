@@ -5,7 +5,8 @@
 namespace book {
 
 // The text of a book, which is valid UTF-8. clean: auto, yes or no, whether text is cleaned as a PDF's. filter:
-// pandoc's, data/datagen/book.lua.
-std::string read_book(const std::string& path, const std::string& clean, const std::string& filter);
+// pandoc's, data/datagen/book.lua. plain: a document's text has no marks of Markdown.
+std::string read_book(const std::string& path, const std::string& clean, const std::string& filter,
+                      bool plain = false);
 
 } // namespace book

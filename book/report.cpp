@@ -13,13 +13,23 @@ void say(const std::string& line) {
     fprintf(stderr, "%s\n", line.c_str());
 }
 
+bool Progress::due() {
+    const double now = seconds();
+    if (now - told < (terminal ? 1 : 10)) return false;
+    told = now;
+    return true;
+}
+
+void Progress::line(const std::string& text) const {
+    fprintf(stderr, "%s%s   %s", terminal ? "\r" : "", text.c_str(), terminal ? "" : "\n");
+}
+
 void Progress::show(const char* what, size_t rows, double share) {
     stop_if_interrupted();
-    const double now = seconds(), past = now - start;
-    if (now - told < (terminal ? 1 : 10)) return;
-    told = now;
-    fprintf(stderr, "%s%s: %zu rows, %.0f rows/s, %.0f%%, %.0f s left   %s", terminal ? "\r" : "", what, rows,
-            (double)rows / past, 100 * share, share > 0 ? past / share - past : 0, terminal ? "" : "\n");
+    if (!due()) return;
+    const double past = told - start;
+    line(format("%s: %zu rows, %.0f rows/s, %.0f%%, %.0f s left", what, rows, (double)rows / past, 100 * share,
+                share > 0 ? past / share - past : 0));
 }
 
 Report::Report(const std::string& side_path, const Strings& names) : side(side_path), path(side_path) {

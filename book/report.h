@@ -21,6 +21,8 @@ struct Progress {
     double told = start;
 
     ~Progress() { if (terminal && told > start) fputc('\n', stderr); }
+    bool due(); // is it time for another line? It will be written.
+    void line(const std::string& text) const;
     void show(const char* what, size_t rows, double share);
 };
 

@@ -88,15 +88,21 @@ size_t lcs(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b, size_
     return length;
 }
 
+// The words of texts by numbers: the same word, the same number.
+struct WordNumbers {
+    std::unordered_map<std::string_view, uint32_t> number;
+
+    template <class Word> std::vector<uint32_t> operator()(const std::vector<Word>& words) {
+        std::vector<uint32_t> ids;
+        for (auto& word : words) ids.push_back(number.emplace(word, (uint32_t)number.size()).first->second);
+        return ids;
+    }
+};
+
 std::array<double, 3> rouge(const std::vector<std::string_view>& hypothesis,
                             const std::vector<std::string_view>& reference) {
     if (hypothesis.empty() || reference.empty()) return {};
-    std::unordered_map<std::string_view, uint32_t> number;
-    auto numbers = [&](const std::vector<std::string_view>& words) {
-        std::vector<uint32_t> ids;
-        for (auto word : words) ids.push_back(number.emplace(word, (uint32_t)number.size()).first->second);
-        return ids;
-    };
+    WordNumbers numbers;
     const std::vector<uint32_t> h = numbers(hypothesis), r = numbers(reference);
     auto overlap = [&](size_t n) { // of the sets of words (n = 1) or pairs of neighbours (n = 2)
         auto grams = [&](const std::vector<uint32_t>& ids) {
@@ -110,7 +116,35 @@ std::array<double, 3> rouge(const std::vector<std::string_view>& hypothesis,
         const std::vector<uint64_t> a = grams(h), b = grams(r);
         return f1(count_common(a, b), a.size(), b.size());
     };
-    return {overlap(1), overlap(2), f1(lcs(h, r, number.size()), h.size(), r.size())};
+    return {overlap(1), overlap(2), f1(lcs(h, r, numbers.number.size()), h.size(), r.size())};
+}
+
+std::vector<std::string> ascii_words(const std::vector<std::string_view>& pieces) {
+    std::vector<std::string> words;
+    for (std::string_view piece : pieces) {
+        bool within = false;
+        auto add = [&](char c) {
+            if (!within) words.emplace_back();
+            words.back() += c, within = true;
+        };
+        for (const char* p = piece.data(); p < piece.data() + piece.size();) {
+            const uint32_t c = lower(utf8_read(p));
+            if (is_digit(c) || is_latin(c)) add((char)c);
+            else if (c == 0x212A) add('k'); // the sign of Kelvin; its lower case is ASCII's
+            else if (c == 0x130) add('i'), within = false; // i and a dot above
+            else within = false;
+        }
+    }
+    return words;
+}
+
+double rouge_score(const std::vector<std::string>& hypothesis, const std::vector<std::string>& reference) {
+    if (hypothesis.empty() || reference.empty()) return 0;
+    WordNumbers numbers;
+    const std::vector<uint32_t> h = numbers(hypothesis), r = numbers(reference);
+    const double common = (double)lcs(h, r, numbers.number.size());
+    const double precision = common / (double)h.size(), recall = common / (double)r.size();
+    return common > 0 ? 2 * precision * recall / (precision + recall) : 0;
 }
 
 double bleu4(const std::vector<uint32_t>& hypothesis, const std::vector<uint32_t>& reference, bool effective) {
@@ -156,6 +190,7 @@ ScoredText::ScoredText(const Jieba& jieba, std::string_view of) : text(of) {
     std::vector<std::string_view> pieces;
     jieba.cut(pieces, text);
     for (bool blanks : {false, true}) words[blanks] = book::rouge_words(pieces, blanks);
+    ascii = book::ascii_words(pieces);
     for (const char* p = text.data(); p < text.data() + text.size();) characters.push_back(utf8_read(p));
 }
 

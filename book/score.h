@@ -6,7 +6,8 @@
 //
 // ROUGE-1, ROUGE-2 and ROUGE-L of rouge_chinese 1.0.3 over the words of jieba 0.42.1, and BLEU-4 of nltk over
 // characters; each row's in percent, rounded to 4 digits. rouge_chinese takes some blank lines for words (see
-// rouge_words), so that layout is scored: scores are given without and with them.
+// rouge_words), so that layout is scored: scores are given without and with them. Google's rouge_score 0.1.2 over the
+// same words of jieba is another number: see ascii_words.
 //
 // Limits: a row costs time proportional to the product of its texts' lengths (a 64th of a word's comparison each),
 // memory proportional to their sum.
@@ -29,6 +30,7 @@ struct ScoredText {
     std::string_view text;
     std::vector<uint32_t> characters;
     std::vector<std::string_view> words[2]; // rouge's, which lie in the text; [1]: with the blank ones
+    std::vector<std::string> ascii;         // rouge_score's
 
     ScoredText(const Jieba& jieba, std::string_view of); // valid UTF-8
 };
@@ -61,6 +63,13 @@ size_t lcs(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b, size_
 // The three of ROUGE, as fractions; 0 where a side has no word.
 std::array<double, 3> rouge(const std::vector<std::string_view>& hypothesis,
                             const std::vector<std::string_view>& reference);
+
+// The words that Google's rouge_score counts (its own tokenizer, its stemmer off) in the words of jieba, joined by
+// blanks: runs of a-z and 0-9 of the text in lower case. All other characters divide words: a Chinese one is in none.
+std::vector<std::string> ascii_words(const std::vector<std::string_view>& pieces);
+
+// rouge_score's F-measure of rougeL, as a fraction; 0 where a side has no word.
+double rouge_score(const std::vector<std::string>& hypothesis, const std::vector<std::string>& reference);
 
 // nltk's sentence_bleu with one reference, equal weights and smoothing method 3 (NIST's): the k-th order without
 // a match counts as half of a match, to the power of k. An order that the hypothesis is too short for is without a

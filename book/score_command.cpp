@@ -25,6 +25,7 @@ static std::string score_usage() {
     return "usage: datagen score ANSWERS.jsonl REFERENCE.jsonl [options]\n\n"
            "rouge-1, 2, l   rouge_chinese's F1 over jieba's words\n"
            "bleu-4-char     nltk's sentence BLEU over characters\n"
+           "rouge-score     rougeL of Google's rouge_score over jieba's words: it counts words of ASCII only\n"
            "bleu-4-word     sacrebleu's sentence BLEU over words (13a), of rows in a language with spaces\n"
            "facts           the share of a row's `facts` that stand in the answer\n"
            "choice          rows with `choices` and `choice`: the right letter; such a row has no other number\n"

@@ -4,6 +4,7 @@
 //
 // What LLaMA-Factory reports: ROUGE-1, ROUGE-2 and ROUGE-L of rouge_chinese 1.0.3 over the words of jieba 0.42.1,
 // and BLEU-4 of nltk over characters; each row's in percent, rounded to 4 digits; then their mean. Added here:
+//   - rouge-score, the ROUGE-L of scripts that give jieba's words to Google's rouge_score, which counts ASCII only;
 //   - bleu-4-word, sacrebleu's sentence BLEU over words (tokenizer 13a), of rows in a language that has spaces;
 //   - facts, the share of a row's key facts that stand in the answer; choice, whether the letter is the right one;
 //   - a think block is stripped first, from both sides;

@@ -19,6 +19,7 @@ static Measures measure_text(const ScoreReference& row, const ScoredText& a, con
     }
     const Scores four = score_pair(a, reference)[blanks];
     std::copy(four.begin(), four.end(), m.begin());
+    m[ROUGE_SCORE] = rounded_percent(rouge_score(a.ascii, reference.ascii));
     if (has_spaces(reference.text)) m[BLEU_WORD] = rounded_percent(bleu4_words(a.text, reference.text));
     if (!row.facts.empty()) {
         const std::string form = fact_form(a.text);

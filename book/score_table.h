@@ -14,9 +14,9 @@
 namespace book {
 
 // The first four measures are Scores.
-constexpr size_t BLEU_WORD = 4, FACTS = 5, CHOICE = 6, METRIC_COUNT = 7;
-inline constexpr const char* METRICS[METRIC_COUNT] = {"rouge-1", "rouge-2", "rouge-l", "bleu-4-char",
-                                                      "bleu-4-word", "facts", "choice"};
+constexpr size_t ROUGE_SCORE = 4, BLEU_WORD = 5, FACTS = 6, CHOICE = 7, METRIC_COUNT = 8;
+inline constexpr const char* METRICS[METRIC_COUNT] = {"rouge-1",     "rouge-2",     "rouge-l", "bleu-4-char",
+                                                      "rouge-score", "bleu-4-word", "facts",   "choice"};
 using Measures = std::array<double, METRIC_COUNT>; // all of them; NAN: not of this row
 
 // What is put beside the references, and one number of each kind for each row.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/fixtures/score: what jieba, rouge_chinese, nltk, sacrebleu and others make of many texts.
 
-    pip install jieba==0.42.1 rouge_chinese==1.0.3 nltk sacrebleu==2.6.0 scikit-learn statsmodels
+    pip install jieba==0.42.1 rouge_chinese==1.0.3 rouge-score==0.1.2 nltk sacrebleu==2.6.0 scikit-learn statsmodels
     make_score_fixtures.py
 
 material.json     {"odd": characters, "items": words and sentences}: what the lines below are made of
@@ -17,6 +17,8 @@ expected.json     for each row and each of "compat" (all words) and "plain" (no 
 measures.json     "bleu": [{"hypothesis", "reference", "words": sacrebleu's 13a of the first, "bleu": of sentence_score}];
                   "nearest": {"train", "ask": questions, "found": [[row, cosine]]} by scikit-learn's TfidfVectorizer
                   over jieba's words; "wilson": [[right, of, low, high]] by statsmodels
+rouge_score.json  "chosen": [{"hypothesis", "reference", "f"}]; "drawn": the f of 400 pairs that rouge_score_pair() draws
+                  from material.json, and test_score.cpp draws the same. f: rouge_score's rougeL over jieba's words
 fuzz/jieba/       beside fixtures/score: a tiny jieba.bin and some texts, as seeds
 
 The sentences below were written for this file.
@@ -35,6 +37,7 @@ import numpy
 from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 from rouge_chinese import Rouge
 from rouge_chinese.rouge_score import _split_into_words
+from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU
 from sklearn.feature_extraction.text import TfidfVectorizer
 from statsmodels.stats.proportion import proportion_confint
@@ -252,6 +255,34 @@ def write_measures(rng):
                indent=0)
 
 
+# (The lower case of these two is, or has, a letter of ASCII.)
+KELVIN, DOTTED = "\u212a", "\u0130"
+ROUGE_SCORE_CHOSEN = [
+    ("", ""), ("a", ""), ("共享内存很快", "共享内存很快"), ("共享内存有 227 KB", "全局内存有 227 kb"), ("A-b_c.D", "a b c d"),
+    ("3.14%", "3 14"), ("c++ 和 C#", "c"), ("T恤", "t"), ("__syncthreads()会等待", "等待 SyncThreads"), ("10" + KELVIN, "10k"),
+    (KELVIN + "elvin", "k elvin"), (DOTTED + "d", "i d"), (DOTTED + "d", "id"), ("é caf\u00e9", "caf"), ("ＡＢ１", "ab1"),
+    ("Running runs", "run run"), ("\u0661\u0662 x\u00b2", "x"), ("a b a b a", "b a b"), ("x\n\ny......z", "x y z")]
+
+
+def rouge_score_pair(draw, material):
+    """test_score.cpp says the same in C++."""
+    a, b, c = ("".join(line(draw, material) for _ in range(5)) for _ in range(3))
+    return [(a + b, a + c), (a + b, b + a), (a, c), (a + b + a, b + c)][draw.below(4)]
+
+
+def write_rouge_score(material):
+    scorer = RougeScorer(["rougeL"], use_stemmer=False)
+
+    def f(hypothesis, reference):
+        hypothesis, reference = (" ".join(cut(text)) for text in (hypothesis, reference))
+        return scorer.score(reference, hypothesis)["rougeL"].fmeasure
+
+    chosen = [{"hypothesis": h, "reference": r, "f": f(h, r)} for h, r in ROUGE_SCORE_CHOSEN]
+    draw = Draw(5)
+    drawn = [f(*rouge_score_pair(draw, material)) for _ in range(400)]
+    write_json("rouge_score.json", {"chosen": chosen, "drawn": drawn})
+
+
 def write_seeds(folder):
     """A jieba.bin of few words: the real one's code, on a small dictionary and tables."""
     words = ["中国 34488", "中 243191", "国 41213", "中国人 100", "c++ 3", "T恤 5", "的 318825", "在 200000", "大学 500"]
@@ -318,6 +349,7 @@ def main():
         (OUT / name).write_text(text, encoding="utf-8")
 
     write_measures(random.Random(20261122))
+    write_rouge_score(material)
     with tempfile.TemporaryDirectory() as folder:
         write_seeds(Path(folder))
 

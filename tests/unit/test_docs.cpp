@@ -94,7 +94,7 @@ static const std::map<std::string, std::set<std::string>>& options() {
         const std::string datagen = program("DATAGEN", "./datagen");
         ask("datagen", datagen, {});
         for (const char* command :
-             {"chunk", "prompt", "generate", "collect", "filter", "split", "pack", "unpack", "stats", "score"})
+             {"chunk", "prompt", "generate", "collect", "filter", "split", "pack", "unpack", "stats", "grade", "score"})
             ask(format("datagen %s", command), datagen, {command});
         for (const char* script : {"export.py", "teach", "tests/bench/bench_serve.cpp", "lab/lab.h"})
             if (fs::exists(script))

@@ -272,6 +272,39 @@ TEST_CASE("row by row the scores are rouge_chinese's and nltk's") {
     CHECK(differ > 20);
 }
 
+TEST_CASE("rouge_score's rougeL over jieba's words, exactly: chosen pairs and 400 drawn ones") {
+    const Json fixture(read_file(FIXTURES + "rouge_score.json")), material(read_file(FIXTURES + "material.json"));
+    auto score = [](const std::string& hypothesis, const std::string& reference) {
+        return rouge_score(ScoredText(jieba(), hypothesis).ascii, ScoredText(jieba(), reference).ascii);
+    };
+    REQUIRE(fixture["chosen"].size() > 15);
+    for (sj::Value c : fixture["chosen"].items()) {
+        CAPTURE(c["hypothesis"].str());
+        CAPTURE(c["reference"].str());
+        CHECK(score(c["hypothesis"].str(), c["reference"].str()) == c["f"].number(NAN));
+    }
+    const std::vector<uint32_t> odd = code_points(material["odd"].str());
+    std::vector<std::vector<uint32_t>> items;
+    for (sj::Value s : material["items"].items()) items.push_back(code_points(s.str()));
+    REQUIRE(fixture["drawn"].size() == 400);
+    Draw draw{5};
+    int between = 0, wrong = 0;
+    for (sj::Value f : fixture["drawn"].items()) {
+        std::string a, b, c;
+        for (std::string* text : {&a, &b, &c})
+            for (int i = 0; i < 5; i++) *text += draw_line(draw, odd, items);
+        const uint32_t way = draw.below(4);
+        const std::string hypothesis = way == 2 ? a : way == 3 ? a + b + a : a + b;
+        const std::string reference = way == 0 ? a + c : way == 1 ? b + a : way == 2 ? c : b + c;
+        wrong += score(hypothesis, reference) != f.number(NAN);
+        between += f.number() > 0 && f.number() < 1;
+    }
+    CHECK(wrong == 0);
+    CHECK(between > 200);
+    CHECK(ascii_words({"\u0130d_\u212A1", "2x"}) == std::vector<std::string>{"i", "d", "k1", "2x"}); // as tokenize()
+    CHECK(score("线程束有三十二个线程。", "线程束有三十二个线程。") == 0); // the same text, and not a word of ASCII
+}
+
 TEST_CASE("the longest common subsequence is the table's, across 64 columns") {
     Draw draw{3};
     for (size_t n : {0, 1, 5, 63, 64, 65, 127, 128, 129, 300})
@@ -526,7 +559,7 @@ TEST_CASE("score: the fields of other programs, the worst rows, and a terminal t
 
     const std::string shown = out_of({a, r});
     CHECK(shown.find("4 rows matched by order; 1 empty") == 0);
-    for (const char* word : {"\nrouge-1 ", "\nrouge-2 ", "\nrouge-l ", "\nbleu-4-char ", "the question as answer",
+    for (const char* word : {"\nrouge-1 ", "\nrouge-2 ", "\nrouge-l ", "\nbleu-4-char ", "\nrouge-score ", "the question as answer",
                              "\nblank lines counted:\n  rouge-1 ", "全局内存 [31m很 慢 啊", "问 题一"})
         CHECK(shown.find(word) != std::string::npos);
     CHECK(shown.find('\x1b') == std::string::npos);
@@ -559,6 +592,8 @@ TEST_CASE("score: BLEU of words, facts, choices and both baselines, each over th
     CHECK(mean("answers", "bleu-4-word") ==
           rounded_percent(bleu4_words("A warp has 64 threads.", "A warp has 32 threads.")));
     CHECK(cell("answers", "facts")["rows"].number() == 2);
+    CHECK(cell("answers", "rouge-score")["rows"].number() == 3);
+    CHECK(mean("answers", "rouge-score") == doctest::Approx((80 + 100 + 0) / 3.)); // a warp has 32 threads; 32; none
     CHECK(mean("answers", "facts") == 25);
     CHECK(mean("question", "facts") == 25); // 线程
     CHECK(mean("nearest", "facts") == 50);  // (of the English question no word is known)
