@@ -23,7 +23,7 @@ struct Source {
     std::map<std::string, std::string> files; // by path, with the first slash
     std::map<std::string, std::string> redirects;
     std::map<std::string, std::vector<size_t>> cuts; // so many bytes are sent of the next answers with more than one
-    std::map<std::string, size_t> told;              // a length that is not the file's
+    std::map<std::string, size_t> told, probed;      // a length that is not the file's; or that of the first byte only
     bool ranges = true, partial = true;              // !partial: a part is a 200 with Content-Range, as ModelScope's
     int status = 404, pause = 0;                     // pause: ms between pieces of 1,000 bytes
     size_t stall = std::string::npos;                // after so many bytes nothing comes any more
@@ -71,10 +71,12 @@ struct Source {
         if (!files.count(path))
             return put(peer, format("HTTP/1.1 %d No\r\nContent-Length: 4\r\n\r\nno\r\n", status));
         const std::string& file = files[path];
-        const size_t size = told.count(path) ? told[path] : file.size();
+        const bool probe = range == "bytes=0-0" && probed.count(path);
+        const size_t size = probe ? probed[path] : told.count(path) ? told[path] : file.size();
         size_t from = 0, to = size;
         const bool part = ranges && sscanf(range.c_str(), "bytes=%zu-%zu", &from, &to) >= 1;
         if (part && range.back() != '-') to++;
+        if (from >= size) return put(peer, "HTTP/1.1 416 No\r\nContent-Length: 0\r\n\r\n");
         to = std::min(to, size);
         std::string all = part && partial ? "HTTP/1.1 206 Part\r\n" : "HTTP/1.1 200 OK\r\n";
         if (part) all += format("Content-Range: bytes %zu-%zu/%zu\r\n", from, to - 1, size);
@@ -369,7 +371,7 @@ TEST_CASE("files that are not what they should be get no name") {
     }
 }
 
-TEST_CASE("a wrong GGUF; a line that ends before its file does") {
+TEST_CASE("a wrong GGUF; answers that end before their file does") {
     if (no_curl()) return;
     Scratch scratch;
     Source source;
@@ -383,6 +385,11 @@ TEST_CASE("a wrong GGUF; a line that ends before its file does") {
     CHECK(source.times("/o/m/resolve/main/a.gguf bytes=1000-") == 6);
     CHECK(fs::file_size(scratch / "m.part/a.gguf.part") == 1000);
     check_fault(Get({"o/m"}, scratch.path).wait(), "m.part: exists and does not hold o/m");
+    source.files["/o/m/resolve/main/b.gguf"] = "GGUF" + std::string(996, 'x'); // whole answers, of too little
+    source.probed["/o/m/resolve/main/b.gguf"] = 5004;
+    check_fault(Get({"o/m/b.gguf", "-o", "n", "--from", source.url()}, scratch.path).wait(),
+                "b.gguf: too short: 1000 of 5004 bytes");
+    CHECK(!fs::exists(scratch / "n"));
 }
 
 TEST_CASE("progress: a line on a pipe, a bar on a terminal") {
