@@ -267,6 +267,37 @@ TEST_CASE("servers that know no Range, and that answer it with 200 as ModelScope
         check_same(scratch / "m", EMBED, {"config.json", "model.safetensors"});
         CHECK(has(r.err, "from its beginning") == !ranges);
         CHECK(source.times(AT + "model.safetensors bytes=100000-") == 1);
+
+        source.files[AT + "large.gguf"] = "GGUF" + std::string(5'000'000, 'x'); // its length is asked without reading it
+        const Result large = Get({"o/m/large.gguf", "-o", "n", "--from", source.url()}, scratch.path).wait();
+        INFO(large.err);
+        CHECK(large.status == 0);
+        CHECK((read_file(scratch / "n/large.gguf") == source.files[AT + "large.gguf"]));
+    }
+}
+
+TEST_CASE("a file of 5 GB") { // a hole that is here already, as if only its name were missing
+    if (no_curl()) return;
+    for (auto& shell : shells()) {
+        INFO(shell[0]);
+        Scratch scratch;
+        Source source;
+        source.hold("o/m", EMBED);
+        const std::string weights = AT + "model.safetensors", part = scratch / "m.part/model.safetensors.part";
+        std::string header = R"({"a": {"dtype": "U8", "shape": [5000000000], "data_offsets": [0, 5000000000]}})";
+        header = std::string(1, (char)header.size()) + std::string(7, '\0') + header;
+        fs::create_directory(scratch.path / "m.part");
+        write_file(scratch / "m.part/.get", "o/m " + source.url() + "/{repo}/resolve/main/{file}\n");
+        write_file(part, header);
+        fs::resize_file(part, header.size() + 5'000'000'000);
+        source.told[weights] = header.size() + 5'000'000'000;
+        const Result r = Get({"o/m"}, scratch.path, shell).wait();
+        INFO(r.err);
+        CHECK(r.status == 0);
+        CHECK(has(r.err, " files, 5.00 GB, from "));
+        CHECK(fs::file_size(scratch / "m/model.safetensors") == header.size() + 5'000'000'000);
+        CHECK(source.times(weights + " bytes=0-0") == 1);
+        CHECK(source.times(weights) == 0);
     }
 }
 
