@@ -24,6 +24,7 @@ struct Source {
     std::map<std::string, std::string> redirects;
     std::map<std::string, std::vector<size_t>> cuts; // so many bytes are sent of the next answers with more than one
     std::map<std::string, size_t> told, probed;      // a length that is not the file's; or that of the first byte only
+    std::set<std::string> untold;                    // answers without a length: the connection's end is theirs
     bool ranges = true, partial = true;              // !partial: a part is a 200 with Content-Range, as ModelScope's
     int status = 404, pause = 0;                     // pause: ms between pieces of 1,000 bytes
     size_t stall = std::string::npos;                // after so many bytes nothing comes any more
@@ -71,6 +72,7 @@ struct Source {
         if (!files.count(path))
             return put(peer, format("HTTP/1.1 %d No\r\nContent-Length: 4\r\n\r\nno\r\n", status));
         const std::string& file = files[path];
+        if (untold.count(path)) return put(peer, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + file), false;
         const bool probe = range == "bytes=0-0" && probed.count(path);
         const size_t size = probe ? probed[path] : told.count(path) ? told[path] : file.size();
         size_t from = 0, to = size;
@@ -274,6 +276,22 @@ TEST_CASE("servers that know no Range, and that answer it with 200 as ModelScope
         CHECK(large.status == 0);
         CHECK((read_file(scratch / "n/large.gguf") == source.files[AT + "large.gguf"]));
     }
+}
+
+TEST_CASE("a server that does not tell lengths: enough for JSON, not for weights") {
+    if (no_curl()) return;
+    Scratch scratch;
+    Source source;
+    source.hold("o/m", EMBED);
+    source.untold = {AT + "config.json", AT + "tokenizer.json"};
+    const Strings words = {"o/m", "--from", source.url()};
+    const Result r = Get(words, scratch.path).wait();
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    check_same(scratch / "m", EMBED, {"config.json", "tokenizer.json", "model.safetensors"});
+    CHECK(has(Get(words, scratch.path).wait().err, "m: is here already"));
+    source.untold = {AT + "model.safetensors"};
+    check_fault(Get(words + Strings{"-o", "n"}, scratch.path).wait(), "the server does not tell the length");
 }
 
 TEST_CASE("a file of 5 GB") { // a hole that is here already, as if only its name were missing
