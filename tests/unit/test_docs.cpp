@@ -96,7 +96,7 @@ static const std::map<std::string, std::set<std::string>>& options() {
         for (const char* command :
              {"chunk", "prompt", "generate", "collect", "filter", "split", "pack", "unpack", "stats", "grade", "score"})
             ask(format("datagen %s", command), datagen, {command});
-        for (const char* script : {"export.py", "teach", "tests/bench/bench_serve.cpp", "lab/lab.h"})
+        for (const char* script : {"export.py", "get", "teach", "tests/bench/bench_serve.cpp", "lab/lab.h"})
             if (fs::exists(script))
                 for (auto& name : matches(read(script), "[^a-z-](--?[a-z][a-z0-9-]*)"))
                     all[script == "export.py"s ? script : fs::path(script).stem()].insert(name);
@@ -144,10 +144,10 @@ TEST_CASE("docs: every option of a command is one of its program's") {
 }
 
 TEST_CASE("docs: every option that is named is some program's") {
-    std::set<std::string> known = {"--gpus", "--stop-timeout", "--now", "--local-dir", "--version",
+    std::set<std::string> known = {"--gpus", "--stop-timeout", "--now", "--version",
                                    "--nproc-per-node", "--no-python", "--nnodes", "--node-rank", "--master-addr",
-                                   "--ntasks-per-node", "--gpus-per-task", "--sandbox"}; // of docker, systemctl, hf, nvcc; launchers; pandoc
-    for (const char* name : {"qwen3", "train_lora", "datagen", "serve", "export.py", "teach"}) {
+                                   "--ntasks-per-node", "--gpus-per-task", "--sandbox"}; // of docker, systemctl, nvcc; launchers; pandoc
+    for (const char* name : {"qwen3", "train_lora", "datagen", "serve", "export.py", "get", "teach"}) {
         if (!options().count(name)) {
             printf("skipped: options named in docs: there is no %s here\n", name);
             return;
@@ -265,7 +265,7 @@ static std::vector<Strings> rows(const std::string& page) {
 
 // Every string of a source is one piece: "a " "b" is "a b".
 static std::string sources() {
-    std::string all = read("teach");
+    std::string all = read("get") + read("teach");
     for (auto& file : our_files()) all += read(file);
     std::string joined;
     for (size_t i = 0; i < all.size(); i++) {
