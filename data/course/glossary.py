@@ -5,7 +5,8 @@
 
 It holds in the notes, and in questions and answers of all rows. Left as they are: code but for its comments, `code`,
 and English in brackets, (warp). The questions in other words (paraphrases.tsv, rephrased*.jsonl) keep what a user may
-call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets.
+call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets: behind
+the whole word, and once.
 """
 import json, pathlib, re, sys
 
@@ -19,6 +20,8 @@ SPLITS = ("gpu_qa", "train_hard", "english_train", "dev", "exam_qa", "exam_hard"
           "mc_extra_dev")
 ENGLISH = {"BF16", "FP16", "FP32", "FP64"}  # these hold in English sentences, too
 GLOSSED = {"核函数", "线程束", "屏障", "存储体", "脊点", "归约", "词元"}  # in every section
+# words that hold one of these: their English stands behind the whole word
+WHOLE = ("线程束组", "线程束调度器", "存储体冲突", "归约维", "归约散布", "全归约", "分段归约", "持久核函数", "簇屏障")
 # what is never looked at: fences (their comments are, below), `code`, and brackets without a Chinese character
 KEPT = re.compile(r"(```.*?^```|`[^`\n]*`|\([^()\u4e00-\u9fff]*\)|（[^（）\u4e00-\u9fff]*）)", re.S | re.M)
 COMMENT = re.compile(r"(?://|# )[^\n]*[\u4e00-\u9fff][^\n]*")
@@ -80,18 +83,38 @@ def written(some):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some)
 
 
+def alone(text):
+    """The text without the words of WHOLE; all else keeps its place."""
+    return re.sub("|".join(WHOLE), lambda found: "\x00" * len(found.group()), text)
+
+
+def bad_glosses(text, terms):
+    """English in brackets that splits a word, 线程束（warp）组; that is of a part, 全归约（reduction）; that a bracket follows."""
+    text = KEPT.sub(lambda found: "\x00" if found.group()[0] == "`" else found.group(), text)
+    patterns = [r"(?<=[\u4e00-\u9fff])[（(][A-Za-z][A-Za-z ,-]+[）)][（(]"]
+    for name in WHOLE:
+        for term, english, _ in terms:
+            if term in GLOSSED and term in name:
+                before, after = name.split(term)
+                patterns.append(f"{before}{term} ?[（(]{english}s?[）)]{after}")
+    return [text[max(found.start() - 6, 0):found.end() + 6] for p in patterns for found in re.finditer(p, text)]
+
+
 def glossed(text, terms):
     """In every section the English of a term stands behind it once, at least; else it is put behind the first."""
     brackets = "（{}）" if "（" in text else "({})"
     sections = re.split(r"(?=^## )", text, flags=re.M)
     for n, section in enumerate(sections):
         for term, english, _ in terms:
-            if term not in GLOSSED or re.search(rf"{term}[^()（）\n]{{0,6}}[（(]{english}", section):
+            if term not in GLOSSED or term not in alone(section):
+                continue
+            if re.search(rf"{term}[^()（）\n]{{0,6}}[（(]{english}", section):
                 continue
             parts = re.split(r"(^```.*?^```$|^#[^\n]*$)", section, flags=re.S | re.M)  # fences and headings
-            at = next((i for i in range(0, len(parts), 2) if term in parts[i]), None)
+            at = next((i for i in range(0, len(parts), 2) if term in alone(parts[i])), None)
             if at is not None:
-                parts[at] = parts[at].replace(term, term + brackets.format(english), 1)
+                end = alone(parts[at]).index(term) + len(term)
+                parts[at] = parts[at][:end] + brackets.format(english) + parts[at][end:]
                 section = "".join(parts)
         sections[n] = section
     return "".join(sections)
@@ -106,6 +129,7 @@ def faults(apply=False):
             found.append(path.name)
             if apply:
                 path.write_text(better, encoding="utf-8")
+        found += [f"{path.name}: a gloss: {part}" for part in bad_glosses(text, terms)]
     for name in SPLITS:
         path = HERE / f"{name}.jsonl"
         some, changed = rows(path), []
@@ -117,6 +141,8 @@ def faults(apply=False):
                 if better != row[field]:
                     row[field] = better
                     changed.append(f"{name}: {row['id']}: {field}")
+            found += [f"{name}: {row['id']}: a gloss: {part}" for field in ("instruction", "input", "output")
+                      for part in bad_glosses(row[field], terms)]
         found += changed
         if apply and changed:
             path.write_text(written(some), encoding="utf-8")
