@@ -235,7 +235,9 @@ def check_filter():
             qa.write_bytes(both)
             subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--skip", skip, "-o", clean], check=True)
             need(clean.read_bytes() == both, "datagen filter changes the rows of chapters 16 to 23")
-        return {chunk["id"]: facts.bare(chunk["text"]) for chunk in glossary.rows(chunks)}
+        made = glossary.rows(chunks)
+        need(facts.chunk_rows(made) == (HERE / "notes.jsonl").read_text(encoding="utf-8"), "notes.jsonl: not these notes")
+        return {chunk["id"]: facts.bare(chunk["text"]) for chunk in made}
 
 
 def main():
@@ -264,8 +266,8 @@ def main():
     questions = {row["instruction"] for row in train + english}
     need(not questions & {row["instruction"] for row in rephrased + more + english_test}, "a test question is trained")
     need(len({row["fact_id"] for row in more}) == len(more), "rephrased_more_qa: a fact is asked twice")
-    paraphrases = [line.split("\t") for line in (HERE / "paraphrases.tsv").read_text(encoding="utf-8").splitlines()]
-    need(all(len(line) == 2 and line[0] in by_id for line in paraphrases), "a paraphrase without its training row")
+    paraphrases = [tuple(row.values()) for row in glossary.rows(HERE / "paraphrases.jsonl")]
+    need(all(len(row) == 2 and row[0] in by_id for row in paraphrases), "a paraphrase without its training row")
     asked = counted(row["instruction"] for row in rephrased + more)
     for id, text in paraphrases:
         need(alike(text, asked) is None, f"{id}: a paraphrase is like a rephrased question: {text}")

@@ -4,7 +4,7 @@
     python3 data/course/glossary.py [--apply]
 
 It holds in the notes, and in questions and answers of all rows. Left as they are: code but for its comments, `code`,
-and English in brackets, (warp). The questions in other words (paraphrases.tsv, rephrased*.jsonl) keep what a user may
+and English in brackets, (warp). The questions in other words (paraphrases.jsonl, rephrased*.jsonl) keep what a user may
 call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets: behind
 the whole word, and once. Punctuation between Chinese characters has full width, in comments of code, too.
 """
