@@ -71,6 +71,18 @@ def table(names, sets):
         print(f"{name}: {len(rows)} rows, {in_english} in English, {len(known)} facts")
 
 
+def check_card(names, sets):
+    """The card's table: rows, facts, English ones, easy, medium and hard of each file."""
+    card = (HERE / "README.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\|.*\| `(\w+)\.jsonl` \| ([\d, |]+) \| [^|]+ \|$", card, re.M))
+    for name, rows in zip(names, sets):
+        count = collections.Counter(row["difficulty"] for row in rows)
+        english = sum(glossary.is_english(row["instruction" if "choice" in row else "output"]) for row in rows)
+        true = (f"{len(rows):,} | {len({row['fact_id'] for row in rows}):,} | {english} | "
+                f"{count['easy']}, {count['medium']}, {count['hard']}")
+        need(told.get(name) == true, f"README.md: {name}: {told.get(name)}, and not {true}")
+
+
 def words(text):
     """As datagen's ROUGE-L: a CJK character, or a lower-cased word of anything else."""
     return WORD.findall(text.lower())
@@ -250,6 +262,7 @@ def main():
      extra, extra_dev, mc_extra, mc_extra_dev) = sets
     for at in range(0, len(names), 3):
         table(names[at:at + 3], sets[at:at + 3])
+    check_card(names, sets)
     need(len(train) >= 1000 and len(exam) >= 193 and len(rephrased) == 30 and len(more) == 300, "the numbers of rows")
     for name, rows in (("gpu_qa", train), ("exam_qa", exam)):
         for level, share in (("easy", 0.5), ("medium", 0.3), ("hard", 0.2)):
