@@ -7,8 +7,9 @@ What is checked: fields, lengths, shares; a fact is on one side of a split only;
 of the notes that it names; nothing in the exam or the development split is like a training row (as `datagen split`
 measures it, paraphrases counted, and by tf-idf: every pair nearer than NEAR was read, and pairs_read.tsv says why it is
 none); key facts stand in their answers, by `datagen score`; choices are about the fact of the row they come from; one
-Chinese term for one thing; the default model's greetings propose questions that it has learnt; `datagen filter` passes
-the rows as they are. --pairs prints each exam row with its nearest training rows.
+Chinese term for one thing, its English behind the whole word, Chinese punctuation; the default model's greetings propose
+questions that it has learnt; `datagen filter` passes the rows as they are; notes.jsonl is of these notes; the card's
+table counts right. --pairs prints each exam row with its nearest training rows.
 Environment: DATAGEN names the program (default ./datagen in the repository's root).
 """
 import collections, json, os, pathlib, re, subprocess, sys, tempfile
