@@ -52,7 +52,7 @@ z=$beside/tokenizer.bin
 [ -f "$z" ] || z=$root/tokenizer.bin
 
 mkdir -p "$out"
-common=$(ls -lL "$model" 2>/dev/null || echo none; cat "$course"/*.jsonl "$course/paraphrases.tsv" | cksum
+common=$(ls -lL "$model" 2>/dev/null || echo none; cat "$course"/*.jsonl | cksum
     printf '%s\n' "${ROWS:-}" "${FULL:-}" "${DEVICE:-}" "${EMBED:-}" "$@")
 if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or another model: nothing here is of use)
     [ ! -e "$out/common" ] || die "$out: holds an evaluation of another model, data or options; name another folder"
@@ -63,7 +63,7 @@ fi
 # What is learnt, and what is asked.
 cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" "$course/chapters_train.jsonl" "$course/extra_train.jsonl" \
     >"$out/nearest.jsonl"
-awk -f "$course/paraphrase.awk" "$course/paraphrases.tsv" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
+awk -f "$course/paraphrase.awk" "$course/paraphrases.jsonl" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
 cat "$course/rephrased_qa.jsonl" "$course/rephrased_more_qa.jsonl" >"$out/rephrased.all"
 for set in $sets; do [ "$set" = rephrased ] || cp "$course/$set.jsonl" "$out/$set.all"; done
 for set in $sets; do head -n "${ROWS:-1000000}" "$out/$set.all" >"$out/$set.jsonl"; done

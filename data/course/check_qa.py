@@ -7,8 +7,9 @@ What is checked: fields, lengths, shares; a fact is on one side of a split only;
 of the notes that it names; nothing in the exam or the development split is like a training row (as `datagen split`
 measures it, paraphrases counted, and by tf-idf: every pair nearer than NEAR was read, and pairs_read.tsv says why it is
 none); key facts stand in their answers, by `datagen score`; choices are about the fact of the row they come from; one
-Chinese term for one thing; the default model's greetings propose questions that it has learnt; `datagen filter` passes
-the rows as they are. --pairs prints each exam row with its nearest training rows.
+Chinese term for one thing, its English behind the whole word, Chinese punctuation; the default model's greetings propose
+questions that it has learnt; `datagen filter` passes the rows as they are; notes.jsonl is of these notes; the card's
+table counts right. --pairs prints each exam row with its nearest training rows.
 Environment: DATAGEN names the program (default ./datagen in the repository's root).
 """
 import collections, json, os, pathlib, re, subprocess, sys, tempfile
@@ -69,6 +70,18 @@ def table(names, sets):
         known = {row["fact_id"] for row in rows}
         in_english = sum(glossary.is_english(row["instruction" if "choice" in row else "output"]) for row in rows)
         print(f"{name}: {len(rows)} rows, {in_english} in English, {len(known)} facts")
+
+
+def check_card(names, sets):
+    """The card's table: rows, facts, English ones, easy, medium and hard of each file."""
+    card = (HERE / "README.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\|.*\| `(\w+)\.jsonl` \| ([\d, |]+) \| [^|]+ \|$", card, re.M))
+    for name, rows in zip(names, sets):
+        count = collections.Counter(row["difficulty"] for row in rows)
+        english = sum(glossary.is_english(row["instruction" if "choice" in row else "output"]) for row in rows)
+        true = (f"{len(rows):,} | {len({row['fact_id'] for row in rows}):,} | {english} | "
+                f"{count['easy']}, {count['medium']}, {count['hard']}")
+        need(told.get(name) == true, f"README.md: {name}: {told.get(name)}, and not {true}")
 
 
 def words(text):
@@ -235,7 +248,9 @@ def check_filter():
             qa.write_bytes(both)
             subprocess.run([DATAGEN, "filter", qa, "--chunks", chunks, "--skip", skip, "-o", clean], check=True)
             need(clean.read_bytes() == both, "datagen filter changes the rows of chapters 16 to 23")
-        return {chunk["id"]: facts.bare(chunk["text"]) for chunk in glossary.rows(chunks)}
+        made = glossary.rows(chunks)
+        need(facts.chunk_rows(made) == (HERE / "notes.jsonl").read_text(encoding="utf-8"), "notes.jsonl: not these notes")
+        return {chunk["id"]: facts.bare(chunk["text"]) for chunk in made}
 
 
 def main():
@@ -248,6 +263,7 @@ def main():
      extra, extra_dev, mc_extra, mc_extra_dev) = sets
     for at in range(0, len(names), 3):
         table(names[at:at + 3], sets[at:at + 3])
+    check_card(names, sets)
     need(len(train) >= 1000 and len(exam) >= 193 and len(rephrased) == 30 and len(more) == 300, "the numbers of rows")
     for name, rows in (("gpu_qa", train), ("exam_qa", exam)):
         for level, share in (("easy", 0.5), ("medium", 0.3), ("hard", 0.2)):
@@ -264,8 +280,8 @@ def main():
     questions = {row["instruction"] for row in train + english}
     need(not questions & {row["instruction"] for row in rephrased + more + english_test}, "a test question is trained")
     need(len({row["fact_id"] for row in more}) == len(more), "rephrased_more_qa: a fact is asked twice")
-    paraphrases = [line.split("\t") for line in (HERE / "paraphrases.tsv").read_text(encoding="utf-8").splitlines()]
-    need(all(len(line) == 2 and line[0] in by_id for line in paraphrases), "a paraphrase without its training row")
+    paraphrases = [tuple(row.values()) for row in glossary.rows(HERE / "paraphrases.jsonl")]
+    need(all(len(row) == 2 and row[0] in by_id for row in paraphrases), "a paraphrase without its training row")
     asked = counted(row["instruction"] for row in rephrased + more)
     for id, text in paraphrases:
         need(alike(text, asked) is None, f"{id}: a paraphrase is like a rephrased question: {text}")

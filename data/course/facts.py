@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Where the notes hold what a row says, and which training rows are near an exam row. Python's standard library.
 
-    python3 data/course/facts.py OLD_NOTES      after the notes changed: moves the rows' evidence, chunks, chapters
+    python3 data/course/facts.py OLD_NOTES      after the notes changed: moves the rows' evidence, chunks, chapters, and
+                                                makes notes.jsonl, the notes in the chunks of `datagen chunk`
 
 A row's `evidence` is FILE:FIRST-LAST, lines of a note: whole paragraphs of the section that `section` names. A
 paragraph is what stands between blank lines outside fences; a fence of code is one. A line that names steps of the
@@ -100,6 +101,11 @@ class Near:
         return [(value, self.rows[i]) for i, value in score.most_common(count)]
 
 
+def chunk_rows(chunks):
+    """notes.jsonl, of the chunks of `datagen chunk`."""
+    return glossary.written({name: chunk[name] for name in ("id", "source", "chapter", "text")} for chunk in chunks)
+
+
 def move(old_notes):
     """Rewrites evidence, chunk and chapter of all rows; prints the ids whose evidence was changed, not only moved."""
     notes, lines, where = Notes(), {}, {}
@@ -114,7 +120,8 @@ def move(old_notes):
         out = pathlib.Path(folder, "chunks.jsonl")
         datagen = os.environ.get("DATAGEN", HERE.parents[1] / "datagen")
         subprocess.run([datagen, "chunk", *plain_notes(folder), "-o", out], check=True)
-        chunks = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        chunks = glossary.rows(out)
+        (HERE / "notes.jsonl").write_text(chunk_rows(chunks), encoding="utf-8")
     texts = [bare(chunk["text"]) for chunk in chunks]
     for i, p in enumerate(notes.all):
         where[i] = [n for n, text in enumerate(texts) if chunks[n]["source"] == p.note and bare(p.text) in text]

@@ -4,8 +4,9 @@
     python3 data/course/glossary.py [--apply]
 
 It holds in the notes, and in questions and answers of all rows. Left as they are: code but for its comments, `code`,
-and English in brackets, (warp). The questions in other words (paraphrases.tsv, rephrased*.jsonl) keep what a user may
-call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets.
+and English in brackets, (warp). The questions in other words (paraphrases.jsonl, rephrased*.jsonl) keep what a user may
+call a thing. Every section of the notes says the English of the most frequent terms behind them, in brackets: behind
+the whole word, and once. Punctuation between Chinese characters has full width, in comments of code, too.
 """
 import json, pathlib, re, sys
 
@@ -19,8 +20,13 @@ SPLITS = ("gpu_qa", "train_hard", "english_train", "dev", "exam_qa", "exam_hard"
           "mc_extra_dev")
 ENGLISH = {"BF16", "FP16", "FP32", "FP64"}  # these hold in English sentences, too
 GLOSSED = {"核函数", "线程束", "屏障", "存储体", "脊点", "归约", "词元"}  # in every section
+# words that hold one of these: their English stands behind the whole word
+WHOLE = ("线程束组", "线程束调度器", "存储体冲突", "归约维", "归约散布", "全归约", "分段归约", "持久核函数", "簇屏障")
 # what is never looked at: fences (their comments are, below), `code`, and brackets without a Chinese character
 KEPT = re.compile(r"(```.*?^```|`[^`\n]*`|\([^()\u4e00-\u9fff]*\)|（[^（）\u4e00-\u9fff]*）)", re.S | re.M)
+# punctuation of half width that a Chinese character touches; a blank behind it is a tuple's: (行, 列)
+HALF = re.compile(r"(?<=[\u4e00-\u9fff”」）])[,;:?!](?! )|[,;:?!](?=[\u4e00-\u9fff“「（])"
+                  r"|(?<=[\u4e00-\u9fff])\(|\)(?=[\u4e00-\u9fff])|(?<=[\u4e00-\u9fff])\.(?!\w)")
 COMMENT = re.compile(r"(?://|# )[^\n]*[\u4e00-\u9fff][^\n]*")
 
 
@@ -80,18 +86,49 @@ def written(some):
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in some)
 
 
+def alone(text):
+    """The text without the words of WHOLE; all else keeps its place."""
+    return re.sub("|".join(WHOLE), lambda found: "\x00" * len(found.group()), text)
+
+
+def around(text, found):
+    return " ".join(text[max(found.start() - 6, 0):found.end() + 6].split())
+
+
+def bad_glosses(text, terms):
+    """English in brackets that splits a word, 线程束（warp）组; that is of a part, 全归约（reduction）; that a bracket follows."""
+    text = KEPT.sub(lambda found: "\x00" if found.group()[0] == "`" else found.group(), text)
+    patterns = [r"(?<=[\u4e00-\u9fff])[（(][A-Za-z][A-Za-z ,-]+[）)][（(]"]
+    for name in WHOLE:
+        for term, english, _ in terms:
+            if term in GLOSSED and term in name:
+                before, after = name.split(term)
+                patterns.append(f"{before}{term} ?[（(]{english}s?[）)]{after}")
+    return [around(text, found) for p in patterns for found in re.finditer(p, text)]
+
+
+def half_width(text):
+    def comments(found):
+        return "\x00".join(COMMENT.findall(found.group())) if found.group().startswith("```") else "\x00"
+
+    text = re.sub(r"```.*?^```|`[^`\n]*`", comments, text, flags=re.S | re.M)
+    return [around(text, found) for found in HALF.finditer(text)]
+
+
 def glossed(text, terms):
     """In every section the English of a term stands behind it once, at least; else it is put behind the first."""
-    brackets = "（{}）" if "（" in text else "({})"
     sections = re.split(r"(?=^## )", text, flags=re.M)
     for n, section in enumerate(sections):
         for term, english, _ in terms:
-            if term not in GLOSSED or re.search(rf"{term}[^()（）\n]{{0,6}}[（(]{english}", section):
+            if term not in GLOSSED or term not in alone(section):
+                continue
+            if re.search(rf"{term}[^()（）\n]{{0,6}}[（(]{english}", section):
                 continue
             parts = re.split(r"(^```.*?^```$|^#[^\n]*$)", section, flags=re.S | re.M)  # fences and headings
-            at = next((i for i in range(0, len(parts), 2) if term in parts[i]), None)
+            at = next((i for i in range(0, len(parts), 2) if term in alone(parts[i])), None)
             if at is not None:
-                parts[at] = parts[at].replace(term, term + brackets.format(english), 1)
+                end = alone(parts[at]).index(term) + len(term)
+                parts[at] = parts[at][:end] + f"（{english}）" + parts[at][end:]
                 section = "".join(parts)
         sections[n] = section
     return "".join(sections)
@@ -106,6 +143,8 @@ def faults(apply=False):
             found.append(path.name)
             if apply:
                 path.write_text(better, encoding="utf-8")
+        found += [f"{path.name}: a gloss: {part}" for part in bad_glosses(text, terms)]
+        found += [f"{path.name}: half-width punctuation: {part}" for part in half_width(text)]
     for name in SPLITS:
         path = HERE / f"{name}.jsonl"
         some, changed = rows(path), []
@@ -117,6 +156,9 @@ def faults(apply=False):
                 if better != row[field]:
                     row[field] = better
                     changed.append(f"{name}: {row['id']}: {field}")
+            for text in (row["instruction"], row["input"], row["output"]):
+                found += [f"{name}: {row['id']}: a gloss: {part}" for part in bad_glosses(text, terms)]
+                found += [f"{name}: {row['id']}: half-width punctuation: {part}" for part in half_width(text)]
         found += changed
         if apply and changed:
             path.write_text(written(some), encoding="utf-8")

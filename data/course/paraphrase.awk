@@ -1,14 +1,15 @@
-# Training rows with their questions in other words: awk -f paraphrase.awk paraphrases.tsv gpu_qa.jsonl
-# paraphrases.tsv has a row's id and a question as it stands in JSON; a row keeps everything but its question.
-FILENAME ~ /tsv$/ {
-    tab = index($0, "\t")
-    id = substr($0, 1, tab - 1)
-    question[id, ++count[id]] = substr($0, tab + 1)
-    next
-}
+# Training rows with their questions in other words: awk -f paraphrase.awk paraphrases.jsonl gpu_qa.jsonl
+# A line of paraphrases.jsonl is {"id": "...", "instruction": "..."}; a row keeps everything but its question.
 {
     match($0, /"id": "[^"]*"/)
     id = substr($0, RSTART + 7, RLENGTH - 8)
+}
+FILENAME ~ /paraphrases/ {
+    start = RSTART + RLENGTH + length(", \"instruction\": \"")
+    question[id, ++count[id]] = substr($0, start, length($0) - start - 1)
+    next
+}
+{
     rest = substr($0, index($0, "\", \"input\": "))
     for (i = 1; i <= count[id]; i++) print "{\"instruction\": \"" question[id, i] rest
 }

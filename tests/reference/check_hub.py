@@ -26,7 +26,8 @@ FILES = {("questions", "train"): ["gpu_qa", "train_hard", "chapters_train", "ext
          ("rephrased", "test"): ["rephrased_qa", "rephrased_more_qa"], ("choices", "test"): ["mc_exam"],
          ("choices", "seen"): ["mc_seen"], ("choices", "test_chapters"): ["mc_chapters"],
          ("choices", "seen_chapters"): ["mc_chapters_seen"], ("english_answers", "train"): ["english_train"],
-         ("english_answers", "test"): ["english_test"]}
+         ("english_answers", "test"): ["english_test"],
+         ("paraphrases", "train"): ["paraphrases"], ("notes", "train"): ["notes"]}
 
 
 def main():
