@@ -227,7 +227,7 @@ $(BUILD)/bench_%: $(B)/bench/bench_%
 bench_serve: $(BUILD)/bench_serve
 	@ln -f $< $@
 
-include tests/tests.mk
+include tests/tests.mk lab/exercises.mk
 
 clean:
 	rm -rf $(PROGRAMS_ALL) serve bench_serve libqwen3.so $(LABS) $(BUILD)

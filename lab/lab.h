@@ -133,11 +133,20 @@ inline std::vector<float> random_numbers(size_t n, uint32_t seed) {
     for (auto& x : v) seed = seed * 1664525u + 1013904223u, x = (float)((int)(seed >> 24 | 1) - 128) / 128;
     return v;
 }
-// The largest |got - want|; infinite if a number is none.
+// The largest |got - want|; infinite if a number is none. The first that is more than `allowed` is kept.
+struct FirstWrong {
+    double allowed = 0;
+    bool found = false;
+    size_t place = 0, of = 0;
+    double got = 0, want = 0;
+};
+inline FirstWrong first_wrong;
 template <class T> double largest_difference(const std::vector<T>& got, const std::vector<T>& want) {
     double most = got.size() == want.size() ? 0 : INFINITY;
     for (size_t i = 0; i < got.size() && i < want.size(); i++) {
         const double d = std::fabs((double)got[i] - (double)want[i]);
+        if (!(d <= first_wrong.allowed) && !first_wrong.found)
+            first_wrong = {first_wrong.allowed, true, i, got.size(), (double)got[i], (double)want[i]};
         if (!(d <= most)) most = std::isnan(d) ? INFINITY : d;
     }
     return most;
@@ -194,6 +203,7 @@ public:
     static double try_step(const Step& step, Problem& p) {
         p.spoil();
         step.run(p);
+        first_wrong = {p.tolerance};
         return p.error();
     }
     int main(int argc, char** argv);

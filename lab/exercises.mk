@@ -1,0 +1,56 @@
+# lab/exercises.mk: exercises out of the laboratories (docs/lab.md, "Exercises"); the Makefile includes it.
+#
+# make exercise-matmul-3      writes exercises/matmul-3.cu: lab/matmul.cu with a TODO in step 3
+# make check-matmul-3         right or wrong, conflicts of banks, uncoalesced accesses; without a GPU (SIZE=130x260x200)
+# make time-matmul-3          its time on this GPU
+# make exercises              lists them
+# make exercises-check        every skeleton compiles and is judged wrong, every laboratory right
+EXERCISES := $(shell awk -v list=1 -f lab/exercise.awk lab/*.cu)
+E_LAB      = $(firstword $(subst -, ,$*))
+E_STEP     = $(lastword $(subst -, ,$*))
+E          = $(BUILD)/exercises
+.PHONY: exercises exercises-check $(foreach e,$(EXERCISES),exercise-$(e) check-$(e) time-$(e))
+exercises:
+	@printf '%s\n' $(EXERCISES)
+$(EXERCISES:%=exercise-%): exercise-%:
+	@[ ! -e exercises/$*.cu ] || { echo "exercises/$*.cu is there: rename it first" >&2; exit 1; }
+	@mkdir -p exercises && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > exercises/$*.cu.tmp && mv exercises/$*.cu.tmp exercises/$*.cu
+	@echo "exercises/$*.cu: line $$(grep -n -m 1 '// TODO $*:' exercises/$*.cu | cut -d : -f 1) is yours; make check-$* judges it"
+$(EXERCISES:%=check-%): check-%: $(E)/%
+	@$< $(E_STEP) $(SIZE:%=--size %)
+exercise-% check-% time-%:
+	@echo "there is no exercise $*; make exercises lists them" >&2; exit 1
+exercises/%.cu:
+	@echo "there is no $@: make exercise-$* writes it" >&2; exit 1
+# -fsanitize=thread calls the counters of tests/emulate/accesses.cpp; its own library is not linked. g++ alone does that
+# for copies of 16 bytes.
+E_CXX      = g++
+$(E)/accesses.o: tests/emulate/accesses.cpp tests/emulate/accesses.h
+	@mkdir -p $(@D)
+	$(Q)$(E_CXX) -std=c++17 -O2 $(WARN) -I. -c $< -o $@
+# A source's checker: of an exercise, or of the laboratory as it is.
+E_BUILD    = $(Q)$(E_CXX) -std=c++17 -g1 -Wall -Wno-unused -Wno-class-memaccess -Wno-unknown-pragmas -fsanitize=thread -I. \
+             -DEXERCISE='"$<"' -DLABORATORY=$(E_LAB) -c lab/check.cpp -o $@.o && $(E_CXX) -no-pie $@.o $(E)/accesses.o -o $@
+E_NEEDS    = lab/check.cpp $(E)/accesses.o $(wildcard lab/*.h tests/emulate/*.h)
+$(EXERCISES:%=$(E)/%): $(E)/%: exercises/%.cu $(E_NEEDS)
+	$(E_BUILD)
+$(E)/lab/%: lab/%.cu $(E_NEEDS)
+	@mkdir -p $(@D)
+	$(E_BUILD)
+$(EXERCISES:%=time-%): time-%: exercises/%.cu
+	@[ -n "$(CUDA)" ] || { echo "times need nvcc and a GPU; make check-$* needs neither" >&2; exit 1; }
+	@mkdir -p $(E)
+	$(Q)$(NVCC) $(NVCCFLAGS) $(LAB_HAVE) $(if $(filter dynamic,$(E_LAB)),-rdc=true) $< -o $(E)/$*.timed -Xlinker --as-needed $(LAB_LIBS:%=-l%)
+	@$(E)/$*.timed $(E_STEP) $(SIZE:%=--size %)
+# For who changes a laboratory.
+$(E)/skeletons/%.cu: lab/exercise.awk $(wildcard lab/*.cu)
+	@mkdir -p $(@D) && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > $@
+$(EXERCISES:%=$(E)/skeletons/%): $(E)/skeletons/%: $(E)/skeletons/%.cu $(E_NEEDS)
+	@echo "$(E_CXX)  $<"
+	$(E_BUILD)
+E_LABS     = $(sort $(foreach e,$(EXERCISES),$(firstword $(subst -, ,$(e)))))
+exercises-check: $(EXERCISES:%=$(E)/skeletons/%) $(E_LABS:%=$(E)/lab/%)
+	@bad=; for e in $(EXERCISES); do echo "$$e"; \
+	  ! $(E)/skeletons/$$e $${e#*-} > /dev/null 2>&1 || bad="$$bad $$e (its skeleton is right)"; \
+	  $(E)/lab/$${e%-*} $${e#*-} || bad="$$bad $$e"; done; \
+	[ -z "$$bad" ] || { echo "wrong:$$bad"; exit 1; }
