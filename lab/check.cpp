@@ -71,10 +71,8 @@ int main(int argc, char** argv) {
         const double error = Laboratory::try_step(step, *p);
         if (!order) report = accesses::end(EXERCISE);
         if (error <= p->tolerance) continue;
-        printf("wrong: the largest error is %g, %g is allowed%s\n", error, p->tolerance,
-               order ? ", and only with the threads from the last to the first: a barrier is missing" : "");
-        if (const auto& w = first_wrong; w.found)
-            printf("first wrong element: %zu of %zu: got %g, wanted %g\n", w.place, w.of, w.got, w.want);
+        printf("wrong: the largest error is %g, %g is allowed%s%s\n", error, p->tolerance, wrong_element().c_str(),
+               order ? " (only with the threads from the last to the first: a barrier is missing)" : "");
         return 1;
     }
     printf("right, with the threads in two orders\n");

@@ -5,6 +5,7 @@
 # make time-matmul-3          its time on this GPU
 # make exercises              lists them
 # make exercises-check        every skeleton compiles and is judged wrong, every laboratory right
+MINE       = exercises# where a student's files lie
 EXERCISES := $(shell awk -v list=1 -f lab/exercise.awk lab/*.cu)
 E_LAB      = $(firstword $(subst -, ,$*))
 E_STEP     = $(lastword $(subst -, ,$*))
@@ -13,14 +14,14 @@ E          = $(BUILD)/exercises
 exercises:
 	@printf '%s\n' $(EXERCISES)
 $(EXERCISES:%=exercise-%): exercise-%:
-	@[ ! -e exercises/$*.cu ] || { echo "exercises/$*.cu is there: rename it first" >&2; exit 1; }
-	@mkdir -p exercises && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > exercises/$*.cu.tmp && mv exercises/$*.cu.tmp exercises/$*.cu
-	@echo "exercises/$*.cu: line $$(grep -n -m 1 '// TODO $*:' exercises/$*.cu | cut -d : -f 1) is yours; make check-$* judges it"
+	@[ ! -e $(MINE)/$*.cu ] || { echo "$(MINE)/$*.cu is there: rename it first" >&2; exit 1; }
+	@mkdir -p $(MINE) && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > $(MINE)/$*.tmp && mv $(MINE)/$*.tmp $(MINE)/$*.cu
+	@echo "$(MINE)/$*.cu: line $$(grep -n -m 1 '// TODO' $(MINE)/$*.cu | cut -d : -f 1) is yours; make check-$* judges it"
 $(EXERCISES:%=check-%): check-%: $(E)/%
 	@$< $(E_STEP) $(SIZE:%=--size %)
 exercise-% check-% time-%:
-	@echo "there is no exercise $*; make exercises lists them" >&2; exit 1
-exercises/%.cu:
+	@echo "there is no exercise $*: make exercises lists them" >&2; exit 1
+$(MINE)/%.cu:
 	@echo "there is no $@: make exercise-$* writes it" >&2; exit 1
 # -fsanitize=thread calls the counters of tests/emulate/accesses.cpp; its own library is not linked. g++ alone does that
 # for copies of 16 bytes.
@@ -32,12 +33,13 @@ $(E)/accesses.o: tests/emulate/accesses.cpp tests/emulate/accesses.h
 E_BUILD    = $(Q)$(E_CXX) -std=c++17 -g1 -Wall -Wno-unused -Wno-class-memaccess -Wno-unknown-pragmas -fsanitize=thread -I. \
              -DEXERCISE='"$<"' -DLABORATORY=$(E_LAB) -c lab/check.cpp -o $@.o && $(E_CXX) -no-pie $@.o $(E)/accesses.o -o $@
 E_NEEDS    = lab/check.cpp $(E)/accesses.o $(wildcard lab/*.h tests/emulate/*.h)
-$(EXERCISES:%=$(E)/%): $(E)/%: exercises/%.cu $(E_NEEDS)
+$(EXERCISES:%=$(E)/%): $(E)/%: $(MINE)/%.cu $(E_NEEDS)
+	@echo "$(E_CXX)  $<"
 	$(E_BUILD)
 $(E)/lab/%: lab/%.cu $(E_NEEDS)
-	@mkdir -p $(@D)
+	@mkdir -p $(@D); echo "$(E_CXX)  $<"
 	$(E_BUILD)
-$(EXERCISES:%=time-%): time-%: exercises/%.cu
+$(EXERCISES:%=time-%): time-%: $(MINE)/%.cu
 	@[ -n "$(CUDA)" ] || { echo "times need nvcc and a GPU; make check-$* needs neither" >&2; exit 1; }
 	@mkdir -p $(E)
 	$(Q)$(NVCC) $(NVCCFLAGS) $(LAB_HAVE) $(if $(filter dynamic,$(E_LAB)),-rdc=true) $< -o $(E)/$*.timed -Xlinker --as-needed $(LAB_LIBS:%=-l%)

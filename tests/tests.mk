@@ -27,9 +27,10 @@ endif
 TESTSAN    = $(filter-out $(COVERED),$(SAN))
 T          = $(B)/tests
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
-# test_export is about Python, test_tiny about one known file, test_library about linking, test_teach about scripts: nothing
-# that sanitizers could see.
-SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach),$(UNITS))
+# test_export is about Python, test_tiny about one known file, test_library about linking, test_teach and test_exercises
+# about scripts: nothing that sanitizers could see.
+SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),test_export test_tiny test_library test_teach \
+             test_exercises),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))
 RUNS       = $(call SHARED_BY,others,test_teach) $(call SHARED_BY,serve,$(SERVING)) $(call SHARED_BY,train,$(TRAINING)) \
