@@ -2,7 +2,7 @@
 //
 // usage: build/exercises/NAME STEP [--size SHAPE]
 //
-// EXERCISE: the source. It runs by emulation with the threads in two orders, and the first run counts accesses of memory.
+// EXERCISE: the source. It runs by emulation with the threads in two orders; the first run counts accesses of memory.
 #include "tests/emulate/accesses.h"
 #include <cfloat>
 #include <csignal>
@@ -28,7 +28,9 @@ static void say_and_end(const char* text) { // in a signal handler
     if (write(1, text, strlen(text)) < 0) _exit(2);
     _exit(1);
 }
-template <class... T> void not_shared(const T&... emulators) { (accesses::not_shared(&emulators, sizeof emulators), ...); }
+template <class... T> void not_shared(const T&... emulators) {
+    (accesses::not_shared(&emulators, sizeof emulators), ...);
+}
 static void print(const char* memory, const accesses::Count& c, const char* turns, const char* bad) {
     if (c.loads + c.stores)
         printf("%s memory: %ld loads and %ld stores of warps take %ld %s, %ld are enough; %s: %ld\n", memory, c.loads,

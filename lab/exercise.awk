@@ -9,7 +9,11 @@
 #     a solution that does not begin with a comment
 #     // end of exercise
 function bad(text) { printf "%s\n", text | "cat >&2"; failed = 1; exit 1 }
-FNR == 1 { if (found) exit; if (inside != "") bad(before ": exercise " inside " has no end"); lines = 0; before = FILENAME }
+FNR == 1 {
+    if (found) exit
+    if (inside != "") bad(before ": exercise " inside " has no end")
+    lines = 0; before = FILENAME
+}
 /^ *\/\/ exercise [a-z_]+-[0-9]+: / {
     if (inside != "") bad(FILENAME ":" FNR ": exercise " inside " has no end")
     inside = $3; sub(/:$/, "", inside); hints = 1; mine = inside == name

@@ -1,20 +1,20 @@
-// tests/emulate/accesses.h: how the warps of an emulated kernel use memory: sectors of global memory, conflicts of banks.
+// tests/emulate/accesses.h: how the warps of an emulated kernel use memory: sectors of global memory, bank conflicts.
 //
-// The kernel's source is compiled by `g++ -fsanitize=thread`, which puts a call before each load and store. The runtime of
-// ThreadSanitizer is not linked: accesses.cpp has these functions, and is compiled without the option itself. When the
-// lanes of a warp come to the same place in the source for the k-th time, by the same calls, that is one access. So the
-// counts are exact where no lane skips a round of a loop that others have.
+// The kernel's source is compiled by `g++ -fsanitize=thread`, which puts a call before each load and store. The runtime
+// of ThreadSanitizer is not linked: accesses.cpp has these functions, and is compiled without the option itself. When
+// the lanes of a warp come to the same place in the source for the k-th time, by the same calls, that is one access. So
+// the counts are exact where no lane skips a round of a loop that others have.
 #pragma once
 #include <cstddef>
 #include <string>
 #include <vector>
 
 namespace accesses {
-struct Count {                                   // of warps
-    long loads = 0, stores = 0;                  // instructions
-    long turns = 0, least = 0;                   // global: sectors of 32 bytes, and those that would do; shared: wavefronts
-    long bad = 0; // global: uncoalesced, more than half as many sectors again; shared: with conflicts
-    int most = 0;                                // sectors, or ways of a conflict, of one access
+struct Count { // of warps
+    long loads = 0, stores = 0;
+    long turns = 0, least = 0; // global: sectors of 32 bytes, and those that are enough; shared: wavefronts
+    long bad = 0;              // global: uncoalesced, more than half as many sectors again; shared: with conflicts
+    int most = 0;              // sectors, or ways of a conflict, of one access
 };
 struct Line { std::string place; bool shared, store; Count count; }; // of the source
 struct Report {

@@ -1,5 +1,5 @@
-// Exercises out of the laboratories: lab/exercise.awk makes skeletons, lab/check.cpp judges them and counts accesses. Two
-// are compiled here; `make exercises-check` compiles all.
+// Exercises out of the laboratories: lab/exercise.awk makes skeletons, lab/check.cpp judges them and counts accesses.
+// Two checkers are compiled here; `make exercises-check` compiles all.
 #include "tests/process.h"
 #include <map>
 #include <regex>
@@ -105,8 +105,10 @@ TEST_CASE("exercises: marks that do not fit, and names that there are not, are o
     refused(mark + "a;\n" + mark + "b;\n" + end, "x-1", "x.cu:3: exercise x-1 has no end");
     refused("a;\n" + end, "x-1", "x.cu:2: no exercise ends here");
     refused(mark + "a;\n" + end, "x-2", "there is no exercise x-2; there are: x-1");
-    write_file(file, "  // exercise x-1: do\n  // so\n  // instead: b;\n  a; // (a)\n  // end of exercise\n" + mark + "c;\n" + end);
-    CHECK(skeleton("x-1", file).out == "  // TODO x-1: do\n  // so\n  b;\n  // end of TODO\n// TODO x-1: do\n// end of TODO\n");
+    const std::string first = "  // exercise x-1: do\n  // so\n  // instead: b;\n  a; // (a)\n  // end of exercise\n";
+    write_file(file, first + mark + "c;\n" + end); // an exercise of two parts
+    CHECK(skeleton("x-1", file).out ==
+          "  // TODO x-1: do\n  // so\n  b;\n  // end of TODO\n// TODO x-1: do\n// end of TODO\n");
 }
 TEST_CASE("exercises: a skeleton is wrong, the solution right; conflicts and uncoalesced accesses are counted") {
     Scratch folder;
@@ -145,24 +147,49 @@ TEST_CASE("exercises: a skeleton is wrong, the solution right; conflicts and unc
     const auto line_of = [](const std::string& code) {
         const std::string all = read_file("lab/transpose_copy.cu");
         REQUIRE(all.find(code) != all.npos);
-        return "  lab/transpose_copy.cu:" + std::to_string(std::count(all.begin(), all.begin() + (long)all.find(code), '\n') + 1) + ": ";
+        const auto before = std::count(all.begin(), all.begin() + (long)all.find(code), '\n');
+        return "  lab/transpose_copy.cu:" + std::to_string(before + 1) + ": ";
     };
-    Result said = check("1"); // 4 sectors a warp
-    has(said, "global memory: 128 loads and 128 stores of warps take 1024 sectors, 1024 are enough; uncoalesced: 0\n");
+    const auto global = [](int sectors, int bad) { // of 1,024 numbers, by 128 warps
+        return format("global memory: 128 loads and 128 stores of warps take %d sectors, 1024 are enough; "
+                      "uncoalesced: %d\n", sectors, bad);
+    };
+    const auto shared = [](int wavefronts, int bad) {
+        return format("shared memory: 128 loads and 128 stores of warps take %d wavefronts, 256 are enough; "
+                      "with bank conflicts: %d\n", wavefronts, bad);
+    };
+    Result said = check("1");
+    has(said, global(1024, 0)); // 4 sectors a warp
     CHECK(said.out.find("shared") == said.out.npos);
-    said = check("2"); // 32 sectors a store
-    has(said, "global memory: 128 loads and 128 stores of warps take 4608 sectors, 1024 are enough; uncoalesced: 128\n");
-    has(said, line_of("out[(size_t)c * rows + r] = in[(size_t)r * columns + c];") + "128 uncoalesced stores, up to 32 sectors\n");
-    said = check("4"); // 32 wavefronts a load of a column
-    has(said, "global memory: 128 loads and 128 stores of warps take 1024 sectors, 1024 are enough; uncoalesced: 0\n");
-    has(said, "shared memory: 128 loads and 128 stores of warps take 4224 wavefronts, 256 are enough; with bank conflicts: 128\n");
+    said = check("2");
+    has(said, global(128 * 4 + 128 * 32, 128)); // 32 sectors a store
+    has(said, line_of("out[(size_t)c * rows + r] = in[(size_t)r * columns + c];") +
+                  "128 uncoalesced stores, up to 32 sectors\n");
+    said = check("4");
+    has(said, global(1024, 0));
+    has(said, shared(128 + 128 * 32, 128)); // 32 wavefronts a load of a column
     has(said, line_of("tile[place<PLACE>(x, y)];") + "128 loads of shared memory with conflicts, up to 32 ways\n");
     for (const char* step : {"5", "6"}) {
         said = check(step);
-        has(said, "take 256 wavefronts, 256 are enough; with bank conflicts: 0\n");
+        has(said, global(1024, 0) + shared(256, 0));
         CHECK(said.out.find("\n  ") == said.out.npos);
     }
     said = check("7"); // 16 bytes a thread: 16 sectors a warp
     has(said, "global memory: 32 loads and 32 stores of warps take 1024 sectors, 1024 are enough; uncoalesced: 0\n");
-    has(said, "shared memory: 128 loads and 128 stores of warps take 256 wavefronts, 256 are enough; with bank conflicts: 0\n");
+    has(said, shared(256, 0));
+}
+TEST_CASE("exercises: docs/course.md has each of them, in both languages") {
+    std::set<std::string> all;
+    for (auto& entry : fs::directory_iterator("lab"))
+        if (entry.path().extension() == ".cu")
+            for (auto& [name, parts] : Marked(entry.path().string()).exercises) all.insert(name);
+    const std::string page = read_file("docs/course.md");
+    const size_t english = page.find("\n# A course");
+    REQUIRE(english != page.npos);
+    for (const std::string& half : {page.substr(0, english), page.substr(english)}) {
+        std::set<std::string> named;
+        const std::regex name("`([a-z_]+-[0-9]+)`");
+        for (std::sregex_iterator i(half.begin(), half.end(), name), end; i != end; ++i) named.insert((*i)[1]);
+        CHECK(named == all);
+    }
 }
