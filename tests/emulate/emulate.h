@@ -209,7 +209,7 @@ static cudaError_t cudaMemset(void* p, int byte, size_t bytes) { return std::mem
 
 // ---- what device code calls
 // For a count of accesses: those that no compiler sees in the source.
-static void (*touches)(const void*, size_t, bool store) = [](const void*, size_t, bool) {};
+[[maybe_unused]] static void (*touches)(const void*, size_t, bool store) = [](const void*, size_t, bool) {};
 static void __syncthreads() { wait_at(Coroutine::AT_BLOCK); }
 static int __syncthreads_count(int predicate) {
     static int count;
