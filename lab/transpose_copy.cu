@@ -48,12 +48,12 @@ __global__ void copy(const float* in, float* out, int rows, int columns) {
 // line, so the loss at the memory is less than 8 times. How much less is not obvious: look.
 __global__ void scattered_writes(const float* in, float* out, int rows, int columns) {
     const int r0 = blockIdx.y * TILE, c = blockIdx.x * TILE + threadIdx.x;
+    // exercise transpose_copy-2: number c of row r of `in` (rows, columns) goes to its place in `out` (columns,
+    // rows).
+    // Then look at the count of sectors: 32 a store.
     for (int r = r0 + threadIdx.y; r < min(r0 + TILE, rows); r += ROWS)
-        // exercise transpose_copy-2: number c of row r of `in` (rows, columns) goes to its place in `out` (columns,
-        // rows).
-        // Then look at the count of sectors: 32 a store.
         if (c < columns) out[(size_t)c * rows + r] = in[(size_t)r * columns + c];
-        // end of exercise
+    // end of exercise
 }
 
 // ---- 3 scattered reads. The same with the roles exchanged: a warp writes 32 neighbours and reads a column. A sector
