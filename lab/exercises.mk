@@ -10,6 +10,7 @@ MINE       = exercises# where a student's files lie
 EXERCISES := $(shell awk -v list=1 -f lab/exercise.awk lab/*.cu)
 E_LAB      = $(firstword $(subst -, ,$*))
 E_STEP     = $(lastword $(subst -, ,$*))
+E_SIZE     = --size $(or $(SIZE),$(patsubst $(E_LAB):%,%,$(filter $(E_LAB):%,$(LAB_ODD))))
 E          = $(BUILD)/exercises
 .PHONY: exercises exercises-check $(foreach e,$(EXERCISES),$(patsubst %,%-$(e),exercise check solution time))
 exercises:
@@ -20,10 +21,10 @@ $(EXERCISES:%=exercise-%): exercise-%:
 	mv $(MINE)/$*.tmp $(MINE)/$*.cu
 	@echo "$(MINE)/$*.cu: line $$(grep -n -m 1 '// TODO' $(MINE)/$*.cu | cut -d : -f 1) is yours; make check-$* judges it"
 $(EXERCISES:%=check-%): check-%: $(E)/%
-	@$< $(E_STEP) $(SIZE:%=--size %)
+	@$< $(E_STEP) $(E_SIZE)
 $(EXERCISES:%=solution-%): solution-%:
 	@$(MAKE) $(E)/lab/$(E_LAB)
-	@$(E)/lab/$(E_LAB) $(E_STEP) $(SIZE:%=--size %)
+	@$(E)/lab/$(E_LAB) $(E_STEP) $(E_SIZE)
 exercise-% check-% solution-% time-%:
 	@echo "there is no exercise $*: make exercises lists them" >&2; exit 1
 $(MINE)/%.cu:
@@ -53,7 +54,7 @@ $(EXERCISES:%=time-%): time-%: $(MINE)/%.cu
 	@$(E)/$*.timed $(E_STEP) $(SIZE:%=--size %)
 # For who changes a laboratory.
 $(E)/skeletons/%.cu: lab/exercise.awk $(wildcard lab/*.cu)
-	@mkdir -p $(@D) && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > $@
+	@mkdir -p $(@D) && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > $@.tmp && mv $@.tmp $@
 $(EXERCISES:%=$(E)/skeletons/%): $(E)/skeletons/%: $(E)/skeletons/%.cu $(E_NEEDS)
 	@echo "$(E_CXX)  $<"
 	$(E_BUILD)
@@ -61,5 +62,5 @@ E_LABS     = $(sort $(foreach e,$(EXERCISES),$(firstword $(subst -, ,$(e)))))
 exercises-check: $(EXERCISES:%=$(E)/skeletons/%) $(E_LABS:%=$(E)/lab/%)
 	@bad=; for e in $(EXERCISES); do echo "$$e"; \
 	  ! $(E)/skeletons/$$e $${e#*-} > /dev/null 2>&1 || bad="$$bad $$e (its skeleton is right)"; \
-	  $(E)/lab/$${e%-*} $${e#*-} || bad="$$bad $$e"; done; \
+	  $(MAKE) solution-$$e || bad="$$bad $$e"; done; \
 	[ -z "$$bad" ] || { echo "wrong:$$bad"; exit 1; }
