@@ -9,8 +9,8 @@
 #include <deque>
 #include <map>
 #define __align__(n) __attribute__((aligned(n)))
-struct __nv_bfloat16 { uint16_t bits; COUNTED(__nv_bfloat16) };
-struct __nv_bfloat162 { __nv_bfloat16 x, y; COUNTED(__nv_bfloat162) };
+struct __nv_bfloat16 { uint16_t bits; COUNTED(2) };
+struct __nv_bfloat162 { COUNTED_HALF x, y; COUNTED(4) };
 static __nv_bfloat16 __float2bfloat16(float x) { // (of the numbers used here: to nearest, ties to even)
     uint32_t u;
     std::memcpy(&u, &x, 4);
