@@ -56,7 +56,9 @@ TEST_CASE("exercises: every laboratory has three or more, with hints; a skeleton
         const Marked marked(entry.path().string());
         CHECK(marked.exercises.size() >= 3);
         laboratories++;
-        for (auto& [name, parts] : marked.exercises) {
+        for (auto& exercise : marked.exercises) {
+            const std::string& name = exercise.first;
+            auto& parts = exercise.second;
             INFO(name);
             CHECK(name.compare(0, laboratory.size() + 1, laboratory + "-") == 0);
             const Result r = skeleton(name, entry.path().string());
