@@ -1,3 +1,4 @@
+// accesses.cpp: records accesses by place in the source, thread and round, and judges them by warp (accesses.h).
 #include "tests/emulate/accesses.h"
 #include <algorithm>
 #include <cstdint>
