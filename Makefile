@@ -10,6 +10,8 @@
 # make lab          the kernel laboratories, from the naive loop up
 # make lab-check    every step once at an odd size (CHECKER="compute-sanitizer --error-exitcode 1")
 # make lab-plots    runs them all on this GPU: pictures and tables of docs/lab*.md
+# make exercises    lists the laboratories' exercises; exercise-matmul-3 writes one, check-matmul-3 judges it without
+#                   a GPU, time-matmul-3 times it on one (lab/exercises.mk)
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
 # make course       a folder to hand in to the course: deploy/course (ADAPTER=FOLDER)
 # make bench        speed of this machine's build, and of its GPU's kernels
@@ -236,7 +238,7 @@ $(BUILD)/bench_%: $(B)/bench/bench_%
 bench_serve: $(BUILD)/bench_serve
 	@ln -f $< $@
 
-include tests/tests.mk
+include tests/tests.mk lab/exercises.mk
 
 clean:
 	rm -rf $(PROGRAMS_ALL) serve bench_serve libqwen3.so $(LABS) $(BUILD)

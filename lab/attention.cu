@@ -269,9 +269,14 @@ __global__ void __launch_bounds__(128) online(Args p) {
     for (int m0 = 0; m0 <= n; m0 += 32) {
         const int m = m0 + lane;
         const float s = m <= n ? dot(p.q + (size_t)row * D, p.k + ((size_t)m * p.K + kv) * D) * SCALE : -INFINITY;
+        // exercise attention-2: 32 new scores s, a lane each, join the softmax: `most` of the row, `sum` of this lane,
+        // `mixed`.
+        // `weight` is 2^(s - top) with the new maximum; what was summed so far shrinks by 2^(most - top).
+        // instead: const float weight = 0;
         const float top = fmaxf(most, warp_max(s)), shrink = exp2_fast(most - top), weight = exp2_fast(s - top);
         most = top, sum = sum * shrink + weight; // (of this lane's keys)
         UNROLL for (int i = 0; i < 4; i++) mixed[i] *= shrink;
+        // end of exercise
         for (int j = 0; j < 32 && m0 + j <= n; j++)
             add_row(mixed, __shfl_sync(~0u, weight, j), p.v + ((size_t)(m0 + j) * p.K + kv) * D);
     }
@@ -308,9 +313,12 @@ __global__ void __launch_bounds__(256) tiles(Args p) {
         }
         __syncthreads();
         float s[4] = {};
+        // exercise attention-3: scores of four rows of q (own + i) with this lane's key, from shared memory.
+        // A word has two bf16: low() and high(). The word of k is read once for four rows.
         for (int c = 0; c < D / 2; c++)
             UNROLL for (int i = 0; i < 4; i++)
                 s[i] += low(q[own + i][c]) * low(k[lane][c]) + high(q[own + i][c]) * high(k[lane][c]);
+        // end of exercise
         UNROLL for (int i = 0; i < 4; i++) {
             const float x = m0 + lane <= p.token(r0 + own + i) ? s[i] * SCALE : -INFINITY;
             const float top = fmaxf(most[i], warp_max(x)), shrink = exp2_fast(most[i] - top);
@@ -351,9 +359,14 @@ __global__ void __launch_bounds__(256) tiles(Args p) {
 constexpr int AT_ONCE = 4;
 struct Part { float most, sum; }; // of some keys: the largest score, the sum of 2^(score - most)
 __device__ inline float join(Part& a, Part b, float& shrink) { // what b's values count; shrink: what a's do
+    // exercise attention-4: a becomes the softmax of the keys of a and b: the larger `most`, the sum at that maximum.
+    // Values of a then count `shrink`, those of b what is returned.
+    // instead: shrink = 0;
+    // instead: return 0;
     const float top = fmaxf(a.most, b.most), other = exp2_fast(b.most - top);
     shrink = exp2_fast(a.most - top), a = {top, a.sum * shrink + b.sum * other};
     return other;
+    // end of exercise
 }
 template <int G> __global__ void __launch_bounds__(256) token(Args p, float* parts) {
     __shared__ float mixed[8][G][D];
@@ -468,6 +481,9 @@ __device__ inline int column_of(int j, int e) { return j * 8 + threadIdx.x % 4 *
 template <int N>
 __device__ inline void soften(float (&s)[N][4], float (&most)[2], float (&sum)[2], float (&shrink)[2]) {
     UNROLL for (int h = 0; h < 2; h++) {
+        // exercise attention-6: the online softmax of row h of this lane: scores s[j][2 h] and s[j][2 h + 1] become
+        // weights.
+        // Four lanes share a row: quad_max(). Scores are not scaled yet: SCALE. sum[] stays this lane's.
         float top = most[h], weights = 0;
         UNROLL for (int j = 0; j < N; j++) top = fmaxf(top, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
         top = quad_max(top);
@@ -476,6 +492,7 @@ __device__ inline void soften(float (&s)[N][4], float (&most)[2], float (&sum)[2
             UNROLL for (int e = 2 * h; e < 2 * h + 2; e++)
                 weights += s[j][e] = exp2_fast(s[j][e] * SCALE - top * SCALE);
         sum[h] = sum[h] * shrink[h] + weights;
+        // end of exercise
     }
 }
 __device__ inline void store_pairs(bf16* row, const float (&x)[16][4], int h, float by) {

@@ -81,10 +81,14 @@ __global__ void conv2d_const(const float* in, float* out, int w, int h) {
 __global__ void conv2d_tiled(const float* in, float* out, int w, int h) {
     __shared__ float s[T + 2 * R][T + 2 * R];
     int x0 = blockIdx.x * T - R, y0 = blockIdx.y * T - R;
+    // exercise convolution_stencil-3: the block's threads fill s[][], the tile and its halo of R on each side; zeros
+    // outside of the image.
+    // There are more numbers than threads: each thread takes several, T * T apart.
     for (int k = threadIdx.y * T + threadIdx.x; k < (T + 2 * R) * (T + 2 * R); k += T * T) {
         int j = k / (T + 2 * R), i = k % (T + 2 * R), u = x0 + i, v = y0 + j;
         s[j][i] = u >= 0 && u < w && v >= 0 && v < h ? in[(size_t)v * w + u] : 0.0f;
     }
+    // end of exercise
     __syncthreads();
     int x = blockIdx.x * T + threadIdx.x, y = blockIdx.y * T + threadIdx.y;
     if (x >= w || y >= h) return;
@@ -104,12 +108,16 @@ template <int ROWS> __global__ void conv2d_column(const float* in, float* out, i
     if (x >= w || y >= h) return;
     float acc[ROWS] = {};
     UNROLL for (int r = 0; r < ROWS + 2 * R; r++) {
+        // exercise convolution_stencil-4: row r of what the thread's ROWS outputs see: each of its W pixels is read
+        // once.
+        // Output k has this pixel in row r - k of its window, if the window has such a row.
         UNROLL for (int i = 0; i < W; i++) {
             int u = x + i - R, v = y + r - R;
             float pixel = u >= 0 && u < w && v >= 0 && v < h ? in[(size_t)v * w + u] : 0.0f;
             UNROLL for (int k = 0; k < ROWS; k++) // output y + k has it in row r - k of its window
                 if (r - k >= 0 && r - k < W) acc[k] += pixel * filt[(r - k) * W + i];
         }
+        // end of exercise
     }
     UNROLL for (int k = 0; k < ROWS; k++)
         if (y + k < h) out[(size_t)(y + k) * w + x] = acc[k];
@@ -170,9 +178,13 @@ __global__ void stencil_registers(const float* in, float* out, int N, int depth,
     size_t row = N, plane = (size_t)N * N, i = z0 * plane + y * row + x;
     float below = in[i - plane], here = in[i];
     for (int z = z0; z < z1; z++, i += plane) {
+        // exercise convolution_stencil-6: one plane: the point above comes from memory, those below and here are in
+        // registers.
+        // Four neighbours in the plane are read. Then the registers move up by one plane.
         float above = in[i + plane];
         out[i] = c0 * here + c1 * (in[i - 1] + in[i + 1] + in[i - row] + in[i + row] + below + above);
         below = here, here = above;
+        // end of exercise
     }
 }
 
@@ -279,9 +291,13 @@ layer_product(const float* weight, const float* col, float* out, int F, int D, i
             a[k][e / STEP] = d0 + k < D && f < F ? weight[(size_t)f * D + d0 + k] : 0.0f;
             int d = d0 + e / TILE, n = n0 + e % TILE;
             if (IMPLICIT) { // col[d][n], straight from the input
+                // exercise convolution_stencil-10: number (d, n) of im2col's matrix, straight from the input `col` (C,
+                // H, H); zero outside.
+                // d is (channel K + ky) K + kx, n is y H + x of the output. Rows past D and columns past N are zero.
                 int u = n % H + d % K - P, v = n / H + d / K % K - P;
                 bool inside = d < D && n < N && u >= 0 && u < H && v >= 0 && v < H;
                 b[e / TILE][e % TILE] = inside ? col[((size_t)(d / (K * K)) * H + v) * H + u] : 0.0f;
+                // end of exercise
             } else
                 b[e / TILE][e % TILE] = d < D && n < N ? col[(size_t)d * N + n] : 0.0f;
         }

@@ -138,8 +138,11 @@ __global__ void __launch_bounds__(256) by_warps(const bf16* W, const bf16* x, bf
     const int r = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (r >= C) return;
     float sum = 0;
+    // exercise decode-2: the product of row r of W with x, by a warp: neighbouring lanes take neighbouring numbers.
+    // Then the lanes' sums are added up: warp_sum().
     for (int k = lane; k < C; k += 32) sum += __bfloat162float(W[(size_t)r * C + k]) * __bfloat162float(x[k]);
     sum = warp_sum(sum);
+    // end of exercise
     if (lane == 0) y[r] = __float2bfloat16(sum);
 }
 
@@ -180,10 +183,13 @@ __global__ void __launch_bounds__(256) by_rows(const bf16* W, const bf16* x, bf1
             if (const int c = from + a * 32 * SPLIT; c < each)
                 UNROLL for (int r = 0; r < ROWS; r++) sum[r] += dot8(first[a][r], ((const uint4*)x)[c]);
     }
+    // exercise decode-3: the warp's share of the row: pieces of 8 numbers (uint4) from `from` on, 32 * SPLIT apart.
+    // load(r, c) is piece c of the warp's row r; dot8() multiplies two pieces. x is read once for all ROWS.
     for (int c = from + (EARLY ? AHEAD * 32 * SPLIT : 0); c < each; c += 32 * SPLIT) {
         const uint4 mine = ((const uint4*)x)[c];
         UNROLL for (int r = 0; r < ROWS; r++) sum[r] += dot8(load(r, c), mine);
     }
+    // end of exercise
     UNROLL for (int r = 0; r < ROWS; r++) {
         sum[r] = warp_sum(sum[r]);
         if (lane == 0) parts[warp][r] = sum[r];
@@ -217,10 +223,14 @@ __global__ void __launch_bounds__(256) ring(const bf16* W, const bf16* x, bf16* 
     wait_for_previous();
     float sum = 0;
     for (int i = 0; i < count; i++) {
+        // exercise decode-8: wait for piece i, ask for the piece that takes the freed place, multiply piece i with its
+        // part of x.
+        // copies_wait<N>() waits until at most N groups are under way. copy(i) is a group, also past the end.
         copies_wait<DEPTH - 2>();
         copy(i + DEPTH - 1);
         const int k = i % in_row * PIECE + lane * 8;
         if (k < C) sum += dot8(*(const uint4*)(own + i % DEPTH * PIECE), *(const uint4*)(x + k));
+        // end of exercise
         if (i % in_row < in_row - 1) continue;
         sum = warp_sum(sum);
         if (lane == 0) y[mine + i / in_row * warps] = __float2bfloat16(sum);

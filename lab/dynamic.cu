@@ -112,10 +112,14 @@ __global__ void adaptive(float* x, const int* begin, const int* len, int jobs, i
     if (j >= jobs) return;
     float* p = x + begin[j];
     int n = len[j];
+    // exercise dynamic-4: double n numbers from p on: below the threshold this thread does it, else a kernel that it
+    // launches.
+    // LAUNCH(kernel, grid, block, stream, arguments...); the stream is cudaStreamFireAndForget.
     if (n < threshold)
         for (int i = 0; i < n; i++) p[i] *= 2.0f;
     else
         LAUNCH(big, (n + 255) / 256, 256, cudaStreamFireAndForget, p, n);
+    // end of exercise
 }
 #endif
 
@@ -126,11 +130,15 @@ __global__ void flat(float* data, const int* begin, const int* first, int jobs) 
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= first[jobs]) return;
     int lo = 0, hi = jobs; // first[lo] <= i < first[hi]
+    // exercise dynamic-5: binary search: whose job is number i? first[lo] <= i < first[hi] holds before and after each
+    // round.
+    // It ends when hi is lo + 1.
     while (hi - lo > 1) {
         int mid = (lo + hi) / 2;
         if (first[mid] <= i) lo = mid;
         else hi = mid;
     }
+    // end of exercise
     data[begin[lo] + i - first[lo]] *= 2.0f;
 }
 
@@ -140,12 +148,17 @@ __global__ void flat(float* data, const int* begin, const int* first, int jobs) 
 __global__ void persistent(float* data, const int* begin, const int* len, int jobs, int* counter) {
     __shared__ int job;
     for (;;) {
+        // exercise dynamic-6: the block draws a job from *counter, and its threads double the job's numbers; past the
+        // last all return.
+        // `job` is shared: a barrier before it is read, and one before it is written again.
+        // instead: return;
         if (threadIdx.x == 0) job = atomicAdd(counter, 1);
         __syncthreads();                    // all see job
         int j = job;
         __syncthreads();                    // all have read it
         if (j >= jobs) return;              // j is the block's: all leave together
         for (int i = threadIdx.x; i < len[j]; i += blockDim.x) data[begin[j] + i] *= 2.0f;
+        // end of exercise
     }
 }
 
@@ -191,8 +204,11 @@ inline void rounds_by_host(Loop& l) {
 // with a barrier, is cheaper.
 __global__ void next(float* x, int n, int iter) {          // a grid of one thread, which only launches
     if (iter == 0) return;
+    // exercise dynamic-9: launch `step` of this round, then this kernel once more, for iter - 1.
+    // cudaStreamFireAndForget starts at once, cudaStreamTailLaunch when all that this kernel launched has ended.
     LAUNCH(step, (n + 255) / 256, 256, cudaStreamFireAndForget, x, n, iter);
     LAUNCH(next, 1, 1, cudaStreamTailLaunch, x, n, iter - 1);   // runs when all of step is done
+    // end of exercise
 }
 #endif
 

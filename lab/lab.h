@@ -6,7 +6,8 @@
 //     lab/NAME 4 --size 4096          one step (or several: 4 5 6), at another size (or 4096x1024x512)
 //     lab/NAME 4 --ncu                the command that shows the counters that step 4 is about, and what to look for
 //     lab/NAME 4 --once               runs the step once and prints no time: for ncu and compute-sanitizer
-//     lab/NAME --exercise 2 --answer 8
+//     lab/NAME --exercise 2 --answer 8      a question whose answer is a number
+//     make exercise-NAME-4            step 4 as an exercise: lines that a student writes (lab/exercises.mk)
 //
 // How to write one (lab/transpose_copy.cu is the shortest):
 //   namespace lab::NAME {
@@ -133,11 +134,26 @@ inline std::vector<float> random_numbers(size_t n, uint32_t seed) {
     for (auto& x : v) seed = seed * 1664525u + 1013904223u, x = (float)((int)(seed >> 24 | 1) - 128) / 128;
     return v;
 }
-// The largest |got - want|; infinite if a number is none.
+// The largest |got - want|; infinite if a number is none. The first that is more than `allowed` is kept.
+struct FirstWrong {
+    double allowed = 0;
+    bool found = false;
+    size_t place = 0, of = 0;
+    double got = 0, want = 0;
+};
+inline FirstWrong first_wrong;
+inline std::string wrong_element() {
+    const FirstWrong& w = first_wrong;
+    char text[120] = "";
+    if (w.found) snprintf(text, sizeof text, "; element %zu of %zu: got %g, wanted %g", w.place, w.of, w.got, w.want);
+    return text;
+}
 template <class T> double largest_difference(const std::vector<T>& got, const std::vector<T>& want) {
     double most = got.size() == want.size() ? 0 : INFINITY;
     for (size_t i = 0; i < got.size() && i < want.size(); i++) {
         const double d = std::fabs((double)got[i] - (double)want[i]);
+        if (!(d <= first_wrong.allowed) && !first_wrong.found)
+            first_wrong = {first_wrong.allowed, true, i, got.size(), (double)got[i], (double)want[i]};
         if (!(d <= most)) most = std::isnan(d) ? INFINITY : d;
     }
     return most;
@@ -194,6 +210,7 @@ public:
     static double try_step(const Step& step, Problem& p) {
         p.spoil();
         step.run(p);
+        first_wrong = {p.tolerance};
         return p.error();
     }
     int main(int argc, char** argv);
@@ -335,7 +352,8 @@ inline int Laboratory::table(const Options& o) const {
         const bool right = error <= p->tolerance;
         wrong |= !right;
         if (!right || o.once) {
-            printf("%2d  %-22s %s: error %.2g\n", s, step.name.c_str(), right ? "right" : "WRONG", error);
+            printf("%2d  %-22s %s: error %.2g%s\n", s, step.name.c_str(), right ? "right" : "WRONG", error,
+                   wrong_element().c_str());
             continue;
         }
         const auto run = [&](int) { step.run(*p); };
@@ -357,8 +375,8 @@ inline int Laboratory::table(const Options& o) const {
         const std::shared_ptr<Problem> p = step.make(o.shape);
         const double error = try_step(step, *p);
         wrong |= !(error <= p->tolerance);
-        printf("%2d  %-22s %-52s %s, error %.2g\n", s, step.name.c_str(), step.adds.c_str(),
-               error <= p->tolerance ? "right" : "WRONG", error);
+        printf("%2d  %-22s %-52s %s, error %.2g%s\n", s, step.name.c_str(), step.adds.c_str(),
+               error <= p->tolerance ? "right" : "WRONG", error, wrong_element().c_str());
     }
     return wrong;
 }

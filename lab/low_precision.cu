@@ -114,10 +114,14 @@ struct Int8 {
     const float* scale;
     static constexpr int PER = 16;
     __device__ float dot(int m, int c, int K, const float* x) const {
+        // exercise low_precision-2: the product of 16 weights of row m, from number 16 c on, with x[0] .. x[15].
+        // load() brings 16 bytes as four words. A byte is a signed number: cast to int8_t. The row has one scale.
+        // instead: return 0;
         Words v = load(W + (size_t)m * K, c);
         float sum = 0;
         UNROLL for (int j = 0; j < 16; j++) sum += (float)(int8_t)(v.w[j / 4] >> 8 * (j % 4)) * x[j];
         return sum * scale[m];
+        // end of exercise
     }
 };
 // ---- 4 w8a8. x in INT8 too: dp4a multiplies four pairs and adds them up in int32, exactly, without a conversion; and
@@ -126,10 +130,14 @@ struct Int8 {
 __global__ void gemv_w8a8(const int8_t* W, const float* scale, const int8_t* x, float x_scale, float* y, int M, int K) {
     int m = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, sum = 0;
     if (m >= M) return;
+    // exercise low_precision-4: `sum` of this lane: 16 bytes of W and of x in each round, 32 pieces apart for
+    // neighbouring lanes.
+    // __dp4a(a, b, sum) multiplies four pairs of bytes, and adds to an int32.
     for (int c = lane; c < K / 16; c += 32) {
         Words v = load(W + (size_t)m * K, c), n = load(x, c);
         UNROLL for (int j = 0; j < 4; j++) sum = __dp4a((int)v.w[j], (int)n.w[j], sum);
     }
+    // end of exercise
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     if (lane == 0) y[m] = (float)sum * (scale[m] * x_scale);
 }
@@ -139,7 +147,12 @@ __global__ void gemv_w8a8(const int8_t* W, const float* scale, const int8_t* x, 
 // instruction, for two at a time.) Predicted: six instructions a weight are 87 of an SM's 128 a cycle: as step 3, if
 // nothing else is in the way.
 __device__ inline float e4m3(unsigned byte) {
+    // exercise low_precision-5: the number of an E4M3 byte: sign, 4 bits of exponent (bias 7), 3 of mantissa, subnormal
+    // ones too.
+    // Shift sign, exponent and mantissa to their places in a float32; the rest is a power of two.
+    // instead: return 0;
     return __uint_as_float((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
+    // end of exercise
 }
 struct E4m3 {
     const unsigned char* W;
@@ -192,6 +205,11 @@ struct Int4 {
     const __half* scale;
     static constexpr int PER = 32;
     __device__ float dot(int m, int c, int K, const float* x) const {
+        // exercise low_precision-8: 32 weights of 4 bits, q + 8, without a conversion: the bits at the top of the
+        // mantissa of 1.0 are 1 + q / 16.
+        // (q - 8) x = 16 (1 + q / 16) x - 24 x with the stored q; the sum of x is needed once. GROUP numbers have a
+        // scale.
+        // instead: return 0;
         Words v = load(W + (size_t)m * (K / 8), c);
         float sum = 0, all = 0;
         UNROLL for (int j = 0; j < 32; j++) {
@@ -200,6 +218,7 @@ struct Int4 {
             sum += __uint_as_float((bits & 0x780000) | 0x3f800000) * x[j], all += x[j];
         }
         return (16 * sum - 24 * all) * __half2float(scale[(size_t)m * (K / GROUP) + c * PER / GROUP]);
+        // end of exercise
     }
 };
 

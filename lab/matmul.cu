@@ -112,7 +112,11 @@ __global__ void naive(const float* A, const float* B, float* C, int M, int N, in
 // sectors and one of one. A multiprocessor issues a load of a warp a clock at most, so a multiply-add of a warp every
 // second clock: 16 of 128 lanes' worth, an eighth of the ceiling at best. The L1 cache's latency makes it less.
 __global__ void coalesced(const float* A, const float* B, float* C, int M, int N, int K) {
+    // exercise matmul-2: which number of C, row i and column j, does this thread compute?
+    // Neighbouring threads of a warp (threadIdx.x) read neighbours of B: one cache line, not 32.
+    // instead: const int i = M, j = N;
     const int j = blockIdx.x * 32 + threadIdx.x, i = blockIdx.y * 32 + threadIdx.y;
+    // end of exercise
     if (i >= M || j >= N) return;
     float sum = 0;
     for (int k = 0; k < K; k++) sum += A[(size_t)i * K + k] * B[(size_t)k * N + j];
@@ -128,10 +132,13 @@ __global__ void tiles(const float* A, const float* B, float* C, int M, int N, in
     const int x = threadIdx.x, y = threadIdx.y, i = blockIdx.y * 32 + y, j = blockIdx.x * 32 + x;
     float sum = 0;
     for (int k0 = 0; k0 < K; k0 += 32) {
+        // exercise matmul-3: a tile of A and a tile of B go to shared memory, then each thread adds up 32 products.
+        // at() reads a number, or zero outside of the matrix. Two barriers: before the tiles are read, and after.
         a[y][x] = at(A, i, k0 + x, M, K), b[y][x] = at(B, k0 + y, j, K, N);
         __syncthreads();
         for (int k = 0; k < 32; k++) sum += a[y][k] * b[k][x];
         __syncthreads(); // nobody reads this tile any more
+        // end of exercise
     }
     if (i < M && j < N) C[(size_t)i * N + j] = sum;
 }
@@ -173,12 +180,16 @@ __global__ void __launch_bounds__(256) square(const float* A, const float* B, fl
             b[n / TILE][n % TILE] = at(B, k0 + n / TILE, j0 + n % TILE, K, N);
         }
         __syncthreads();
+        // exercise matmul-5: a step of 8 k: 8 numbers of a and 8 of b go to registers, then 64 products are added to
+        // sum.
+        // Rows y + 16 i and columns x + 16 j: a warp's lanes read neighbouring banks.
         for (int k = 0; k < DEEP; k++) {
             float left[8], right[8];
             UNROLL for (int i = 0; i < 8; i++) left[i] = a[y + 16 * i][k], right[i] = b[k][x + 16 * i];
             UNROLL for (int i = 0; i < 8; i++)
                 UNROLL for (int j = 0; j < 8; j++) sum[i][j] += left[i] * right[j];
         }
+        // end of exercise
         __syncthreads();
     }
     UNROLL for (int i = 0; i < 8; i++)
@@ -249,10 +260,14 @@ __global__ void __launch_bounds__(256, 2) two_buffers(const float* A, const floa
     store(a[0], b[0], load(A, B, i0, j0, 0, M, N, K));
     __syncthreads();
     for (int k0 = 0, s = 0; k0 < K; k0 += DEEP, s ^= 1) {
+        // exercise matmul-7: the next step's loads come before this step's products, and go to the other buffer after
+        // them.
+        // load(), multiply() and store() are step 6's. One barrier is enough: say why.
         const Loads next = load(A, B, i0, j0, k0 + DEEP, M, N, K); // zeros past the end
         multiply(sum, a[s], b[s]);
         store(a[s ^ 1], b[s ^ 1], next);
         __syncthreads();
+        // end of exercise
     }
     write(C, sum, i0, j0, M, N);
 }
@@ -311,7 +326,12 @@ __global__ void __launch_bounds__(256, 2) stages(const float* A, const float* B,
 // it.
 constexpr int STEP = 64, STAGE = 2 * TILE * STEP, STAGES = 3; // bf16 in a stage: A's tile, then B's
 template <bool SWIZZLED> __host__ __device__ constexpr int place(int r, int c) { // of number c of row r in a tile
+    // exercise matmul-10: where in the tile lies number c of row r? A row has 64 numbers, chunks of 8 (16 bytes) stay
+    // whole.
+    // If SWIZZLED, the same chunk of 8 neighbouring rows must meet all 32 banks: exclusive-or.
+    // instead: return 0;
     return r * STEP + (c / 8 ^ (SWIZZLED ? r % 8 : 0)) * 8 + c % 8;
+    // end of exercise
 }
 template <bool SWIZZLED>
 __device__ void copy_stage(bf16* stage, const bf16* A, const bf16* B, int i0, int j0, int k0, int M, int N, int K) {

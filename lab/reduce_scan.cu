@@ -80,10 +80,14 @@ __global__ void neighbours(const float* in, float* out, int n) {
     __shared__ float part[THREADS];
     const int t = threadIdx.x, i = blockIdx.x * THREADS + t;
     part[t] = i < n ? in[i] : 0;
+    // exercise reduce_scan-3: add up part[]: the first half of the threads adds the second half's numbers, then the
+    // first quarter, ...
+    // A barrier before each round. The sum ends in part[0].
     for (int step = THREADS / 2; step; step /= 2) {
         __syncthreads();
         if (t < step) part[t] += part[t + step];
     }
+    // end of exercise
     if (t == 0) atomicAdd(out, part[0]);
 }
 
@@ -97,11 +101,16 @@ __device__ inline float warp_sum(float x) { // in every lane
 }
 __device__ inline float block_sum(float x) { // in every thread
     __shared__ float parts[THREADS / 32];
+    // exercise reduce_scan-4: the sum over the block, in every thread: warp_sum() within each warp, then over the
+    // warps' sums.
+    // The warps meet in parts[]. A call may follow another: who still reads parts[]?
+    // instead: return x;
     x = warp_sum(x);
     __syncthreads(); // (nobody still reads what a call before left)
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
     return warp_sum(threadIdx.x % 32 < THREADS / 32 ? parts[threadIdx.x % 32] : 0);
+    // end of exercise
 }
 __global__ void shuffles(const float* in, float* out, int n) {
     const int i = blockIdx.x * THREADS + threadIdx.x;
@@ -241,9 +250,12 @@ __global__ void online(const float* in, float* out, int columns) {
     const float* x = in + (size_t)blockIdx.x * columns;
     float mine = -FLT_MAX, sum = 0;
     for (int c = threadIdx.x; c < columns; c += THREADS) {
+        // exercise reduce_scan-9: x[c] joins this thread's largest number `mine` and its `sum` of e^(x - mine).
+        // When the largest number rises, what was summed shrinks by e^(old - new).
         const float larger = fmaxf(mine, x[c]);
         sum = sum * expf(mine - larger) + expf(x[c] - larger);
         mine = larger;
+        // end of exercise
     }
     const float most = block_max(mine);
     sum = block_sum(sum * expf(mine - most));
@@ -309,10 +321,13 @@ __device__ inline int scan_block(int mine, int& all) {
     __shared__ int warps[THREADS / 32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int sum = mine;
+    // exercise reduce_scan-10: `sum` becomes the sum of `mine` over this lane and all lanes before it, in five steps.
+    // __shfl_up_sync brings the value of the lane d places before; the first d lanes have none.
     for (int d = 1; d < 32; d *= 2) {
         const int left = __shfl_up_sync(~0u, sum, d);
         if (lane >= d) sum += left;
     }
+    // end of exercise
     if (lane == 31) warps[warp] = sum;
     __syncthreads();
     int before = sum - mine;
@@ -465,12 +480,15 @@ __global__ void global_bins(const unsigned char* in, int* bins, int n) {
 // then bound by lanes of a warp that meet in one bin, and by loads of one byte.
 __global__ void private_bins(const unsigned char* in, int* bins, int n) {
     __shared__ int mine[BINS];
+    // exercise reduce_scan-14: count in mine[], the block's own histogram, then add it to bins[].
+    // Three parts with barriers between them: zeros, counts (a grid-stride loop), the additions.
     for (int b = threadIdx.x; b < BINS; b += THREADS) mine[b] = 0;
     __syncthreads();
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < n; i += gridDim.x * THREADS) atomicAdd(&mine[in[i]], 1);
     __syncthreads();
     for (int b = threadIdx.x; b < BINS; b += THREADS)
         if (mine[b]) atomicAdd(&bins[b], mine[b]);
+    // end of exercise
 }
 
 // ---- 15 a histogram for each warp, and 16 bytes a load. The warps of a block do not meet either: 8 KB a block. The

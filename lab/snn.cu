@@ -105,10 +105,14 @@ __global__ void lif_time(const float* current, float* u, spike* s, int T, int n)
     if (k >= n) return;
     float v = 0;
     for (int t = 0; t < T; t++) {
+        // exercise snn-2: one step of neuron k: add its current, write potential and spike (1 from potential 1 on),
+        // then leak.
+        // After a spike 1 is taken off; what is left leaks by BETA. The neuron's index at step t is t n + k.
         size_t now = (size_t)t * n + k;
         v += current[now];
         u[now] = v, s[now] = v >= 1;
         v = BETA * (v - (v >= 1));
+        // end of exercise
     }
 }
 
@@ -120,9 +124,12 @@ __global__ void event_current(const unsigned* x, const float* w, float* current,
     size_t row = blockIdx.y; // of (T,B)
     if (o >= O) return;
     float c = 0;
+    // exercise snn-3: add the rows of w of the inputs that spiked: bit i of word k of this row is input 32 k + i.
+    // bits &= bits - 1 takes off the lowest bit, __ffs(bits) - 1 is its number.
     for (int k = 0; k < words; k++)
         for (unsigned bits = x[row * words + k]; bits; bits &= bits - 1)
             c += w[(size_t)(k * 32 + __ffs(bits) - 1) * O + o];
+    // end of exercise
     current[row * O + o] = c;
 }
 
@@ -224,10 +231,14 @@ __global__ void surrogate_time(const float* u, const float* g, float* d, int T, 
     if (k >= n) return;
     float next = 0; // BETA d[t + 1]
     for (int t = T - 1; t >= 0; t--) {
+        // exercise snn-6: d of step t, from g, the slope of the surrogate at u, and `next`, which is BETA d of step t +
+        // 1.
+        // slope = 1 / (1 + ALPHA |u - 1|); d = slope^2 (g - next) + next.
         size_t now = (size_t)t * n + k;
         float slope = 1 / (1 + ALPHA * fabsf(u[now] - 1));
         d[now] = slope * slope * (g[now] - next) + next;
         next = BETA * d[now];
+        // end of exercise
     }
 }
 __global__ void dense_gradient(const float* x, const float* d, float* dw, int rows, int I, int O) {
@@ -245,10 +256,13 @@ __global__ void dense_gradient(const float* x, const float* d, float* dw, int ro
 __global__ void transpose_bits(const unsigned* x, unsigned* by_input, int rows, int words) {
     int lane = threadIdx.x, row = blockIdx.x * 32 + lane, k = blockIdx.y;
     unsigned bits = row < rows ? x[(size_t)row * words + k] : 0, mine = 0;
+    // exercise snn-7: 32 x 32 bits turned round by a warp: lane i gets bit i of all lanes' words.
+    // __ballot_sync makes a word of one bit of each lane.
     for (int i = 0; i < 32; i++) {
         unsigned column = __ballot_sync(~0u, bits >> i & 1);
         if (lane == i) mine = column;
     }
+    // end of exercise
     by_input[(size_t)(k * 32 + lane) * gridDim.x + blockIdx.x] = mine;
 }
 __global__ void event_gradient(const unsigned* by_input, const float* d, float* dw, int words, int O) { // words of rows

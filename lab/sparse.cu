@@ -95,7 +95,10 @@ __global__ void spmv_csr_scalar(const int* rowptr, const int* col, const float* 
     int r = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= M) return;
     float sum = 0.0f;
+    // exercise sparse-2: the product of row r with x: entries rowptr[r] up to rowptr[r + 1].
+    // Then look at the count of sectors: why are neighbouring threads' loads far apart?
     for (int i = rowptr[r]; i < rowptr[r + 1]; i++) sum += val[i] * x[col[i]];
+    // end of exercise
     y[r] = sum;
 }
 
@@ -107,9 +110,12 @@ __global__ void spmv_csr_warp(const int* rowptr, const int* col, const float* va
     int r = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (r >= M) return;                       // a whole warp leaves together
     float sum = 0.0f;
+    // exercise sparse-3: the product of row r by a warp: lanes take neighbouring entries.
+    // Five shuffles add the lanes' sums up; lane 0 writes y[r].
     for (int i = rowptr[r] + lane; i < rowptr[r + 1]; i += 32) sum += val[i] * x[col[i]];
     for (int d = 16; d > 0; d /= 2) sum += __shfl_down_sync(0xffffffffu, sum, d);
     if (lane == 0) y[r] = sum;
+    // end of exercise
 }
 
 // ---- 4 spmv_csr_lanes. Bound before: idle lanes. 32 becomes LANES, about the average row. (All of a warp have to come
@@ -134,10 +140,13 @@ __global__ void spmv_ell(const int* col, const float* val,   // (K,M): M x K by 
     int r = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= M) return;
     float sum = 0.0f;
+    // exercise sparse-5: the product of row r: entry k of row r lies at k M + r. A padded entry has column -1.
+    // Neighbouring threads have neighbouring rows: are their loads coalesced?
     for (int k = 0; k < K; k++) {
         int c = col[(size_t)k * M + r];
         if (c >= 0) sum += val[(size_t)k * M + r] * x[c];
     }
+    // end of exercise
     y[r] = sum;
 }
 
@@ -152,11 +161,15 @@ constexpr int THREADS = 128, ITEMS = 8, PATH = THREADS * ITEMS;
 // How many of the ends are among the first `steps` steps of the path: end r comes before entry j where end[r] <= j.
 __device__ int ends_before(const int* end, int ends, int entries, int steps) {
     int lo = max(0, steps - entries), hi = min(steps, ends);
+    // exercise sparse-6: binary search: how many of the rows' ends are among the first `steps` steps of the merged
+    // path?
+    // The answer is from lo to hi. End r comes before entry j where end[r] <= j; steps = ends + entries.
     while (lo < hi) {
         int mid = (lo + hi) / 2;
         if (end[mid] < steps - mid) lo = mid + 1;
         else hi = mid;
     }
+    // end of exercise
     return lo;
 }
 __global__ void __launch_bounds__(THREADS)

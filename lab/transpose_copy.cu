@@ -48,8 +48,12 @@ __global__ void copy(const float* in, float* out, int rows, int columns) {
 // line, so the loss at the memory is less than 8 times. How much less is not obvious: look.
 __global__ void scattered_writes(const float* in, float* out, int rows, int columns) {
     const int r0 = blockIdx.y * TILE, c = blockIdx.x * TILE + threadIdx.x;
+    // exercise transpose_copy-2: number c of row r of `in` (rows, columns) goes to its place in `out` (columns,
+    // rows).
+    // Then look at the count of sectors: 32 a store.
     for (int r = r0 + threadIdx.y; r < min(r0 + TILE, rows); r += ROWS)
         if (c < columns) out[(size_t)c * rows + r] = in[(size_t)r * columns + c];
+    // end of exercise
 }
 
 // ---- 3 scattered reads. The same with the roles exchanged: a warp writes 32 neighbours and reads a column. A sector
@@ -69,16 +73,24 @@ __global__ void scattered_reads(const float* in, float* out, int rows, int colum
 // Steps 5 and 6 change only where (r, c) of the tile lies: PLACE.
 enum Place { PLAIN, PADDED, SWIZZLED };
 template <Place PLACE> __host__ __device__ constexpr int place(int r, int c) {
+    // exercise transpose_copy-6: the place of number c of row r of the tile, for PLAIN, PADDED and SWIZZLED.
+    // PADDED: rows of 33 words. SWIZZLED: 32 words, a row permuted by r so that a column meets all banks.
+    // instead: return 0;
     return PLACE == PADDED ? r * (TILE + 1) + c : PLACE == SWIZZLED ? r * TILE + (c ^ r) : r * TILE + c;
+    // end of exercise
 }
 template <Place PLACE> __global__ void tiled(const float* in, float* out, int rows, int columns) {
     __shared__ float tile[TILE * (TILE + 1)];
     const int r0 = blockIdx.y * TILE, c0 = blockIdx.x * TILE, x = threadIdx.x;
+    // exercise transpose_copy-4: read the tile by rows, write it by columns; both with neighbouring threads at
+    // neighbouring numbers.
+    // place<PLACE>(r, c) says where (r, c) of the tile lies. Between the two: a barrier.
     for (int y = threadIdx.y; y < TILE; y += ROWS)
         if (r0 + y < rows && c0 + x < columns) tile[place<PLACE>(y, x)] = in[(size_t)(r0 + y) * columns + c0 + x];
     __syncthreads();
     for (int y = threadIdx.y; y < TILE; y += ROWS) // row y of the output's tile: column y of ours
         if (c0 + y < columns && r0 + x < rows) out[(size_t)(c0 + y) * rows + r0 + x] = tile[place<PLACE>(x, y)];
+    // end of exercise
 }
 // ---- 5 padding. A row of 33 words: neighbours in a column are 33 apart, in banks one apart. No conflicts, for 128
 // bytes.
@@ -94,6 +106,8 @@ template <Place PLACE> __global__ void tiled(const float* in, float* out, int ro
 __global__ void vectors(const float* in, float* out, int rows, int columns) {
     __shared__ float tile[TILE * TILE];
     const int r0 = blockIdx.y * TILE, c0 = blockIdx.x * TILE, x = threadIdx.x * 4, y = threadIdx.y;
+    // exercise transpose_copy-7: 16 bytes a thread on both sides, by float4; the tile is swizzled.
+    // Read four numbers of row y, put each in its place; after a barrier take four numbers of column y.
     if (r0 + y < rows && c0 + x < columns) { // (a row is a multiple of four: all of them are inside, or none)
         const float4 v = *(const float4*)&in[(size_t)(r0 + y) * columns + c0 + x];
         tile[place<SWIZZLED>(y, x)] = v.x, tile[place<SWIZZLED>(y, x + 1)] = v.y;
@@ -104,6 +118,7 @@ __global__ void vectors(const float* in, float* out, int rows, int columns) {
         *(float4*)&out[(size_t)(c0 + y) * rows + r0 + x] =
             make_float4(tile[place<SWIZZLED>(x, y)], tile[place<SWIZZLED>(x + 1, y)], tile[place<SWIZZLED>(x + 2, y)],
                         tile[place<SWIZZLED>(x + 3, y)]);
+    // end of exercise
 }
 
 // ---- 8 TMA (Hopper). One thread asks the Tensor Memory Accelerator for a box of 64 rows of 32

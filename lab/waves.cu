@@ -81,9 +81,13 @@ __global__ void split_tiles(float* out, int terms) {
 __global__ void stream_k(float* out, int terms, int tiles) {
     long all = (long)tiles * terms, at = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
     while (at < end) {
+        // exercise waves-4: this block's share of all terms, from `at` to `end`: as far as the tile of `at` goes.
+        // terms_between(tile, first, last) adds up terms of a tile. Another block may have the rest: atomicAdd.
+        // instead: at = end;
         int tile = (int)(at / terms), first = (int)(at % terms), last = (int)min((long)terms, first + end - at);
         atomicAdd(&out[tile * THREADS + threadIdx.x], terms_between(tile, first, last));
         at += last - first;
+        // end of exercise
     }
 }
 
@@ -119,8 +123,12 @@ template <int LOADS> __global__ void add_up(const float* in, float* out, size_t 
     size_t stride = (size_t)gridDim.x * blockDim.x, thread = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
     float sum = 0, v[LOADS];
     ONE_BY_ONE for (size_t i = thread; i < n; i += LOADS * stride) {
+        // exercise waves-7: LOADS numbers, `stride` apart, are asked for before the first is added up; zeros past the
+        // end.
+        // A loop that loads and a loop that adds: then LOADS loads of a thread are on the way at once.
         UNROLL for (int k = 0; k < LOADS; k++) v[k] = i + k * stride < n ? in[i + k * stride] : 0;
         UNROLL for (int k = 0; k < LOADS; k++) sum += v[k];
+        // end of exercise
     }
     out[thread] = sum;
 }
@@ -271,9 +279,12 @@ __global__ void swiglu(const __nv_bfloat162* g, const __nv_bfloat162* u, __nv_bf
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n2) return;
     float2 a = __bfloat1622float2(g[i]), b = __bfloat1622float2(u[i]);
+    // exercise waves-15: y = silu(g) u for the two numbers of a pair, rounded once: silu(x) = x / (1 + e^-x).
+    // __expf is e^x; __float22bfloat162_rn rounds a float2 to a pair of bf16.
     a.x = a.x / (1.0f + __expf(-a.x)) * b.x;
     a.y = a.y / (1.0f + __expf(-a.y)) * b.y;
     y[i] = __float22bfloat162_rn(a);
+    // end of exercise
 }
 
 // ---- Recomputation. Forward y = silu(g) u, then backward: from dy the gradients dg and du, in float32. With s = 1 /
@@ -316,8 +327,11 @@ __global__ void backward(const float* dy, const float* g, const float* u, const 
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     float s = SAVED ? saved[i] : 1.0f / (1.0f + __expf(-g[i]));
+    // exercise waves-17: the gradients of y = g s u, with s = 1 / (1 + e^-g), from dy.
+    // The slope of g s is s + g s (1 - s).
     du[i] = dy[i] * g[i] * s;
     dg[i] = dy[i] * u[i] * (s + g[i] * s * (1.0f - s));
+    // end of exercise
 }
 // ---- 16 saved. Forward writes s, backward reads it: 4 + 6 = 10 numbers for each of n. Predicted: 34M numbers (128 MiB
 // an array) x 40 B = 1.34 GB, 0.40 ms (RTX 4090: 1.3 ms).

@@ -9,8 +9,8 @@
 #include <deque>
 #include <map>
 #define __align__(n) __attribute__((aligned(n)))
-struct __nv_bfloat16 { uint16_t bits; };
-struct __nv_bfloat162 { __nv_bfloat16 x, y; };
+struct __nv_bfloat16 { uint16_t bits; COUNTED(2) };
+struct __nv_bfloat162 { COUNTED_HALF x, y; COUNTED(4) };
 static __nv_bfloat16 __float2bfloat16(float x) { // (of the numbers used here: to nearest, ties to even)
     uint32_t u;
     std::memcpy(&u, &x, 4);
@@ -42,7 +42,7 @@ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 static const void* rows[1024];
 template <class T> void ldmatrix4(uint32_t (&r)[4], const T* row) {
     if ((uintptr_t)row % 16) std::puts("FALSE: a row of ldmatrix is not aligned"), std::exit(1);
-    rows[running] = row;
+    touches(row, 16, false), rows[running] = row;
     __syncwarp();
     for (int i = 0; i < 4; i++)
         std::memcpy(&r[i], (const char*)rows[running / 32 * 32 + i * 8 + lane_of() / 4] + lane_of() % 4 * 4, 4);
@@ -50,7 +50,7 @@ template <class T> void ldmatrix4(uint32_t (&r)[4], const T* row) {
 }
 template <class T> void ldmatrix4_transposed(uint32_t (&r)[4], const T* row) { // (rows 2 t, 2 t + 1 of column g)
     if ((uintptr_t)row % 16) std::puts("FALSE: a row of ldmatrix is not aligned"), std::exit(1);
-    rows[running] = row;
+    touches(row, 16, false), rows[running] = row;
     __syncwarp();
     for (int i = 0; i < 8; i++)
         std::memcpy((char*)&r[i / 2] + i % 2 * 2,
@@ -63,6 +63,8 @@ static std::deque<std::vector<Copy>> groups[1024];
 static std::vector<Copy> open_group[1024];
 static void copy16(void* to, const void* from, bool there) {
     if ((uintptr_t)to % 16 || (uintptr_t)from % 16) std::puts("FALSE: a copy is not aligned"), std::exit(1);
+    touches(to, 16, true);
+    if (there) touches(from, 16, false);
     std::memset(to, 0xff, 16); // NaN
     open_group[running].push_back({to, from, there});
 }
