@@ -16,7 +16,7 @@ static std::string read(const fs::path& path) {
 
 // (docs/performance.md is a record: what it names was there on its dates.)
 static std::vector<fs::path> pages() {
-    std::vector<fs::path> all = {"README.md", "README.zh.md"};
+    std::vector<fs::path> all = {"README.md", "README.zh.md", "deploy/course/README.md"};
     for (auto& entry : fs::directory_iterator("docs"))
         if (entry.path().extension() == ".md" && entry.path() != "docs/performance.md") all.push_back(entry.path());
     return all;
