@@ -1474,7 +1474,10 @@ TEST_CASE("GET / is the page for a browser, the course's health for programs") {
         CHECK(Http(server.port).call("GET", "/", "", BROWSER).headers.at("content-type") == "text/html; charset=utf-8");
     }
     check_refusal(Process(PROGRAM, {MODEL, "--predict-status", "all"}).wait(), "serve", "--predict-status all: batch or ok");
-    check_refusal(Process(PROGRAM, {MODEL, "--predict-system", "/dev/null"}).wait(), "serve", "--predict-system");
+    const MemoryFile nothing("\n");
+    const std::string empty = format("/proc/%d/fd/%d", (int)getpid(), nothing.fd);
+    check_refusal(Process(PROGRAM, {MODEL, "--predict-system", empty}).wait(), "serve", "--predict-system " + empty + ": the file is empty");
+    check_refusal(Process(PROGRAM, {MODEL, "--predict-system", "lost"}).wait(), "serve", "lost");
 }
 
 TEST_CASE("/predict: one answer or as many as prompts, greedy, as a chat without a thought has them") {
