@@ -318,8 +318,9 @@ TEST_CASE("prompts beside running answers: as many tokens as keep the step short
 
     // In an engine: a long prompt goes on while others answer, in the end all is said, and a fixed chunk is kept to; a
     // batch's answers wait for it.
-    for (auto [paced, bulk] : {std::pair{true, false}, {false, false}, {true, true}, {false, true}}) {
-        INFO(paced << bulk);
+    for (int kind = 0; kind < 4; kind++) {
+        const bool paced = kind & 1, bulk = kind & 2;
+        INFO("paced: " << paced << ", bulk: " << bulk);
         EngineOptions o = {1024, 4, paced ? 8 : 100, 512, 0};
         o.paced = paced;
         Bench bench(o);
