@@ -113,11 +113,10 @@ $(PCH): $(B)/command
 
 OPT_CPU    = -O3
 OPT_HOT    = -O2
-OPT_SERVER = -O1
 # (private: what they need, the shared header among it, is compiled as always.)
 $(B)/cpu/%.o: private OPT = $(OPT_CPU)
 $(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
-$(B)/server/%.o: private OPT = $(OPT_SERVER)
+$(B)/server/%.o: private OPT = -O1
 $(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
 # Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.
 SIMD      := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)

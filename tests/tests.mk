@@ -20,8 +20,7 @@ COVERED    = $(if $(findstring clang,$(CXX)),-fsanitize=fuzzer-no-link)
 SAN        = $(if $(filter asan,$(SANITIZE)),-fsanitize=address$(comma)$(UNDEFINED) -g1 $(COVERED)) \
              $(if $(filter tsan,$(SANITIZE)),-fsanitize=thread -g1)
 ifdef SANITIZE
-COLD       = -O0
-OPT_SERVER = -O0
+COLD       = -O1
 OPT_CPU    = -O1
 OPT_HOT    = -O1
 endif
