@@ -1,5 +1,5 @@
 #!/bin/sh
-# The hand-in folder in a clean Debian root without network libraries of ours, with uvicorn from PyPI and the course's own
+# The hand-in folder in a clean Debian root, with uvicorn from PyPI and the course's own
 # command: is it healthy, does it answer one question and 358 in one request, does it end on SIGTERM? As root:
 #   make serve && deploy/course/pack.sh /tmp/hand-in ./serve      (or make course)
 #   debootstrap --variant=minbase --include=python3 bookworm /tmp/root
@@ -9,8 +9,12 @@ folder=$1 root=$2 port=8000 url=http://127.0.0.1:8000
 here=$(cd "$(dirname "$0")/../.." && pwd)
 rm -rf "$root/app" "$root/site"
 cp -r "$folder" "$root/app"
-[ -e "$root/app/model" ] || cp "$here/data/tiny/model.bin" "$root/app/model" && cp "$here/data/tiny/tokenizer.bin" "$root/app/"
-python3 -m pip install --quiet --target "$root/site" uvicorn
+if [ ! -e "$root/app/model" ]; then # the default model stands for weights
+    cp "$here/data/tiny/model.bin" "$root/app/model"
+    cp "$here/data/tiny/tokenizer.bin" "$root/app/"
+fi
+python3 -m pip install --quiet --root-user-action ignore --target "$root/site" uvicorn
+sed -i "1s,.*,#!/usr/bin/python3," "$root/site/bin/uvicorn" # (pip names the python of this machine)
 began=$(date +%s)
 chroot "$root" env -i PATH=/site/bin:/usr/bin:/bin PYTHONPATH=/site sh -c \
     "cd /app && exec uvicorn serve:app --host 0.0.0.0 --port $port" >"$root/log" 2>"$root/err" &
