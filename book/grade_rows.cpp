@@ -40,7 +40,7 @@ static std::vector<GradeQuestion> read_json(const std::string& path) {
     return all;
 }
 
-// What follows a mark at the beginning of a line, blanks aside; with either colon.
+// Whether a line begins with a mark and either colon, blanks aside; `rest`: the text behind them.
 static bool begins_with(std::string_view line, const std::string& mark, std::string_view& rest) {
     line = trimmed(line);
     for (const char* colon : {"：", ":"}) {

@@ -10,7 +10,7 @@ namespace {
 
 const char* asked_how(const GradeRound& round) { return round.list ? "in one list" : "one at a time"; }
 
-// What is counted of a round.
+// The figures of a round.
 struct Counted {
     size_t answers = 0, all = 0;         // tokens: of the answers, and with those of their questions
     double rouge_l = 0, rouge_score = 0; // means over the questions

@@ -18,7 +18,7 @@ struct GradeRound {
     std::string fault; // "": none
 };
 
-// What a server did.
+// A graded server: its limits, its health, its rounds.
 struct Grade {
     size_t health_limit = 0, predict_limit = 0; // seconds
     double least = 0;                           // ROUGE-L

@@ -52,7 +52,7 @@ struct Transfer {
     }
 };
 
-// What every request here says; more are appended. To be freed.
+// Headers of every request here; more are appended. To be freed.
 inline curl_slist* json_headers() {
     curl_slist* headers = curl_slist_append(nullptr, "Content-Type: application/json");
     return curl_slist_append(headers, "Expect:"); // no round trip before the body

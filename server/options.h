@@ -18,7 +18,8 @@ struct Options : ModelOptions {
     std::vector<std::pair<std::string, std::string>> adapters; // names and folders
     ServerOptions server;
     EngineOptions engine;
-    int max_queue = 1024, think = 0, jump = -1, gpus = 1, lookup = -1, predict_tokens = 384; // negative: as suits the device
+    int max_queue = 1024, think = 0, gpus = 1, predict_tokens = 384;
+    int jump = -1, lookup = -1; // negative: as suits the device
     DocumentOptions documents{};
     Context ctx{};
 

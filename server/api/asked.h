@@ -1,7 +1,7 @@
 // asked.h: the ways to ask for an answer and to be told it: chats and completions, OpenAI's Responses
-// (/v1/responses), Anthropic's Messages (/v1/messages), vectors and rankings, a course's /predict. A request of another dialect becomes the
-// body of a chat completion, which request.h reads and checks; the pieces of its answer become items, whole or as
-// events. Nothing is kept from one request to the next.
+// (/v1/responses), Anthropic's Messages (/v1/messages), vectors and rankings, a course's /predict. A request of another
+// dialect becomes the body of a chat completion, which request.h reads and checks; the pieces of its answer become
+// items, whole or as events. Nothing is kept from one request to the next.
 //
 // What the documents of the dialects have and is not done here is refused by name; so is every field that is in none.
 #pragma once

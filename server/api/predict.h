@@ -15,7 +15,8 @@ struct PredictAnswer : Answer {
     std::vector<size_t> prompts;     // of each choice: the place of its prompt
     std::vector<size_t> unanswered;  // places of prompts that the context has no room for; their response is ""
 
-    PredictAnswer(const Service& service, const Ask& ask, bool list, std::vector<size_t> prompts, std::vector<size_t> unanswered);
+    PredictAnswer(const Service& service, const Ask& ask, bool list, std::vector<size_t> prompts,
+                  std::vector<size_t> unanswered);
     bool told() const override { return ended; }
     std::string part() override;
     void log(sj::Writer& w) const override;
@@ -27,8 +28,8 @@ struct PredictAnswer : Answer {
     sj::Writer writer{};
 };
 
-// Reads the request's body. Fields other than `prompt` are ignored, as by the course's own server. `salt`: whose prompts
-// it may share pages with. The result has no jobs if no prompt can be answered. Throws Refusal.
+// Reads the request's body. Fields other than `prompt` are ignored, as by the course's own server. `salt`: the key
+// whose prompts it may share pages with. The result has no jobs if no prompt can be answered. Throws Refusal.
 Asked read_predict(const Service& service, std::string_view body, uint64_t salt);
 
 } // namespace server

@@ -40,7 +40,7 @@ struct Service {
     std::string name, system;
     int context = 0;
     bool thinking = false;                // where the request does not say
-    struct { std::string system; int max_tokens = 384; } predicts{}; // of /predict: system prompt (empty: `system`), limit
+    struct { std::string system; int max_tokens = 384; } predicts{}; // /predict: system prompt ("": `system`), limit
     std::shared_ptr<Forms> forms = std::make_shared<Forms>();
     std::shared_ptr<const Documents> documents{}; // that answers are looked up in; none: no --docs
     bool generates = true;                // answers are made;

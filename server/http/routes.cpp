@@ -25,11 +25,13 @@ Response Exchange::route() {
     };
     const bool ready = server.ready && !server.draining;
     if (method == "OPTIONS") return {204, ""};
-    if (path == "/") { // browsers get the page, also before the model is there: it waits. Others get the course's health
+    if (path == "/") { // browsers get the page, which waits for the model; others get the course's health
         only("GET");
         if (std::string(header("Accept")).find("text/html") == std::string::npos) {
-            const char* status = ready ? server.options.predict_status.c_str() : server.ready ? "draining" : "initializing";
-            return {ready ? 200 : 503, format("{\"status\": \"%s\"}", status), "application/json", {{"Vary", "Accept"}}};
+            const char* status = ready ? server.options.predict_status.c_str()
+                                       : server.ready ? "draining" : "initializing";
+            const std::string told = format("{\"status\": \"%s\"}", status);
+            return {ready ? 200 : 503, told, "application/json", {{"Vary", "Accept"}}};
         }
         ChatPage page(server.options.title, server.options.think, server.options.docs);
         return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
@@ -77,7 +79,8 @@ Response Exchange::route() {
 
     auto [ask, told] = read_asked(service, path, body, caller);
     if (!ask.pooled && ask.jobs.size() > server.desk.limit)
-        throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit), path == PREDICT ? "prompt" : "n");
+        throw Refusal(400, format("the queue has room for %zu answers", server.desk.limit),
+                      path == PREDICT ? "prompt" : "n");
     answer = std::move(told);
     if (ask.jobs.empty()) return {200, answer->whole()};
     stream = ask.stream;
