@@ -14,6 +14,7 @@
 #                   a GPU, time-matmul-3 times it on one (lab/exercises.mk)
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
 # make course       a folder to hand in to the course: deploy/course (ADAPTER=FOLDER)
+# make report       this card's speeds beside its ceilings, in at most ten minutes (docs/cards.md)
 # make bench        speed of this machine's build, and of its GPU's kernels
 # make clean
 # Options: PORTABLE=1 a binary for any x86-64    CXX=clang++    ARCH=native|all|"80 89"    V=1 shows the commands
@@ -84,7 +85,7 @@ OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
-.PHONY: all cpu info test headers asan tsan aarch64 fuzz campaign bench course course-folder clean cuda-check lab lab-check lab-plots check-env
+.PHONY: all cpu info test headers asan tsan aarch64 fuzz campaign bench report course course-folder clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
 
 info:
@@ -225,6 +226,8 @@ bench: qwen3 $(B)/bench/bench_tokenizer $(if $(CUDA),$(B)/bench/bench_gpu)
 	./qwen3 $(BUILD)/0.6B.bin --bench --dtype int8
 	$(if $(CUDA),$(B)/bench/bench_gpu $(BUILD)/0.6B.bin,:)
 	$(B)/bench/bench_tokenizer
+report: qwen3 train_lora $(if $(MHD),serve) bench_serve $(B)/bench/rows
+	@ROWS=$(B)/bench/rows CXX="$(CXX)" NVCC="$(NVCC)" tests/bench/report.sh $(BUILD)/report $(BUILD)/0.6B.bin
 $(B)/bench/%.o: tests/bench/%.cpp $(PCH)
 	$(CPP_OBJECT)
 $(B)/bench/%.o: tests/bench/%.cu $(B)/command

@@ -29,7 +29,7 @@ T          = $(B)/tests
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
 # test_export is about Python, test_tiny about one known file, test_library about linking, the others about scripts:
 # nothing that sanitizers could see.
-UNSEEN     = test_course test_exercises test_export test_get test_library test_teach test_tiny
+UNSEEN     = test_course test_exercises test_export test_get test_library test_report test_teach test_tiny
 SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),$(UNSEEN)),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))

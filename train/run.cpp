@@ -116,7 +116,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         if (o.dpo) t.preferences.write(w, "");
         if (o.grpo) t.rewarded.write(w, o.rl, false);
         w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
-        w.field("throughput", std::round((double)t.tokens_done / (now - start))).field("total_tokens", t.tokens_done);
+        const double rate = (double)t.tokens_done / (now - start);
+        w.field("throughput", std::round(rate * 100) / 100).field("total_tokens", t.tokens_done);
         if (ranks.size > 1) w.field("waited", std::round(t.waited * 1e3) / 1e3);
         if (const double time = t.rewarded.time; time > 0) { // of this step's answers
             w.field("rollout_throughput", std::round(t.rewarded.drawn / time)).field("rollout_share", time / took);
