@@ -10,7 +10,7 @@ function text(key) {
 FILENAME ~ /definitions/ { zh[text("id")] = text("zh"); en[text("id")] = text("en"); next }
 FILENAME ~ /basic_test/ {
     term[text("id")] = text("term")
-    if (ARGC > 4) next
+    if (ARGC > 3) next
     answer = text("instruction") ~ /[^ -~]/ ? zh[text("term")] : en[text("term")]
     print "{\"instruction\": \"" text("instruction") "\", \"input\": \"\", \"output\": \"" answer "\", \"id\": \"" text("id") "\"}"
     next
@@ -25,4 +25,4 @@ FILENAME ~ /basic_test/ {
     unknown += !right && ignorant
     if (!right) print "# " id ": " text("question") " -> " said
 }
-END { if (ARGC > 4) printf "%d questions: %d right, %d wrong, %d not known\n", n, rights, n - rights - unknown, unknown }
+END { if (ARGC > 3) printf "%d questions: %d right, %d wrong, %d not known\n", n, rights, n - rights - unknown, unknown }
