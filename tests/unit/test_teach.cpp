@@ -124,7 +124,7 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     const Starters starters = ModelFile(scratch / "Die Uhr 钟/model/model.bin").starters;
     CHECK(starters.size() == 3);
     for (auto& question : starters)
-        CHECK(count(read_file(scratch / "Die Uhr 钟/train.jsonl"), "{\"instruction\": \"" + question + "\"") == 1);
+        CHECK(count(read_file(scratch / "Die Uhr 钟/train.jsonl"), "\"instruction\": \"" + question + "\"") == 1);
 
     // Nothing is left to do.
     const Result again = teach(words, scratch.path).wait();
