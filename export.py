@@ -497,29 +497,31 @@ def check_config(data, path, quantized=False):
 
 
 def checkpoint(hf_dir):
-    """[Tensor] of a Hugging Face folder: of model.safetensors, or of the shards that its index names."""
+    """(metadata, [Tensor]) of a Hugging Face folder: of model.safetensors, or of the shards that its index names."""
     single = os.path.join(hf_dir, "model.safetensors")
     index = single + ".index.json"
     if os.path.exists(single) or not os.path.exists(index):
         if not os.path.exists(single):
             raise Fault(f"{hf_dir}: no model.safetensors and no model.safetensors.index.json")
-        return read_header(single)[1]
+        return read_header(single)
 
     where = parse_json(read_file(index), index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
         raise Fault(f"{index}: weight_map does not map tensors to files")
-    tensors = {}
+    metadata, tensors = {}, {}
     for shard in sorted(set(where.values())):
         if os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
             raise Fault(f"{index}: {shard[:80]!r} is not the name of a file in this folder")
-        for tensor in read_header(os.path.join(hf_dir, shard))[1]:
+        theirs, of_shard = read_header(os.path.join(hf_dir, shard))
+        metadata.update(theirs)
+        for tensor in of_shard:
             if tensor.name in tensors:
                 raise Fault(f"{tensor.path}: tensor {tensor.name[:80]!r} is in two shards")
             tensors[tensor.name] = tensor
     for name, shard in where.items():
         if name not in tensors or os.path.basename(tensors[name].path) != shard:
             raise Fault(f"{index}: tensor {name[:80]!r} is not in {shard}")
-    return list(tensors.values())
+    return metadata, list(tensors.values())
 
 
 def needed(tensors, config, config_path):
@@ -569,6 +571,11 @@ def chat_template(hf_dir):
     return found if isinstance(found, str) else ""
 
 
+def kept(metadata):
+    """The metadata of ours that a folder's safetensors files keep, too: the questions that a chat begins with."""
+    return {key: value for key, value in metadata.items() if key == "starters"}
+
+
 def export_model(hf_dir, out_path, option):
     """Hugging Face folder -> model.bin. option: --keep-dtype, --int8 or None."""
     if not os.path.isdir(hf_dir):
@@ -583,7 +590,8 @@ def export_model(hf_dir, out_path, option):
     template = chat_template(hf_dir)
     if template:
         metadata["chat_template"] = template
-    tensors = checkpoint(hf_dir)
+    theirs, tensors = checkpoint(hf_dir)
+    metadata.update(kept(theirs))
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
         tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
                    for tensor in tensors]
@@ -638,7 +646,7 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     try:
         with outputs() as create:
             path = os.path.join(out_dir, "model.safetensors")
-            write_safetensors(create(path), path, {"format": "pt"}, [unchanged(tensor) for tensor in tensors])
+            write_safetensors(create(path), path, {"format": "pt", **kept(metadata)}, [unchanged(tensor) for tensor in tensors])
             for name, data in texts.items():
                 create(os.path.join(out_dir, name))(data)
     except BaseException:

@@ -165,6 +165,8 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--adapter-memory", "GB", "of adapters' files, all together, when clients load more (default: of\n"
          "what is free at the start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
         {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
+        {"", "--starter", "TEXT", "a question that this page offers; may be repeated (default: the model's)",
+         list(o.server.starters)},
         {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
          file_name(o.batch)},
         {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
@@ -194,6 +196,7 @@ static Options parse_options(int argc, char** argv) {
             DIE("--task %s: generate, embed or rerank", task.c_str());
     o.server.think = o.think, o.server.docs = !o.documents.docs.empty();
     check_document_options(o.documents);
+    check_starters("--starter", o.server.starters);
     if (!o.key_file.empty()) o.server.keys = read_keys(o.key_file);
     if (o.name.empty()) {
         while (o.model.size() > 1 && o.model.back() == '/') o.model.pop_back();

@@ -128,7 +128,11 @@ static int run(int argc, char** argv) {
         DIE("%s: --full: quantised weights cannot be trained, only adapters on them (qwen3 --convert makes bf16)",
             o.model.c_str());
     if (!o.merge.empty()) check_merge(o, file);
-    if (!o.adapter_init.empty()) o.lora = AdapterFile(o.adapter_init, file.config).config;
+    if (!o.adapter_init.empty()) {
+        const AdapterFile adapter(o.adapter_init, file.config);
+        o.lora = adapter.config;
+        if (o.starters.empty()) o.starters = adapter.starters;
+    }
     std::unique_ptr<Dataset> data, eval;
     const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file, data, eval);
     if (data) join_ranks(o);

@@ -39,6 +39,8 @@ int Chat::run() {
         stop.sa_handler = [](int signal) { interrupted = 1, Input::hangup = signal; };
         for (int signal : {SIGHUP, SIGTERM}) sigaction(signal, &stop, nullptr);
         say("/help lists the commands");
+        if (!options.starters.empty()) say("Questions that this model knows:");
+        for (auto& question : options.starters) say("  " + question);
     }
     user = std::make_unique<Input>(terminal);
     std::string line;

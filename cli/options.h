@@ -29,6 +29,7 @@ struct Options : ModelOptions {
     std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
     int group = 0; // of --quantize int4; 0: 128
     std::string prompt_cache, tools;
+    std::vector<std::string> starters; // of the model or its adapter: a chat offers them
     uint64_t variant = 0; // names what is made of the model's file: INT8, packed, FP8 keys or activations, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window

@@ -64,8 +64,7 @@ int quantize(const Options& o, bool asks_more) {
         tensors = quantize();
     }
     progress.reset(); // its line ends
-    const Metadata metadata = model_metadata(quantized_config(file, how), file.generation_text, file.chat_template);
-    const size_t size = write_safetensors(o.quantize_to, metadata, tensors);
+    const size_t size = write_safetensors(o.quantize_to, file.metadata(quantized_config(file, how)), tensors);
     const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
                                                                         how.windows(), how.window);
     fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),

@@ -56,10 +56,12 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps(o, file) ? 2 : 0;
     if (o.ctx.kv_fp8) o.variant |= 4;
     if (o.ctx.fp8_activations) o.variant |= 8;
+    o.starters = file.starters;
     if (!o.adapter.empty()) {
         const AdapterFile from(o.adapter, c);
         o.variant = adapter_hash(from, o.variant);
         model.attach(from);
+        if (!from.starters.empty()) o.starters = from.starters;
     }
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, file);
     settle_thinking(o, file, tokenizer ? tokenizer->chat : ChatStyle());

@@ -1,4 +1,4 @@
-# One table of several seeds: awk -f data/seeds.awk RESULTS.md RESULTS2.md ... (`make -C data tiny SEED=N` writes them).
+# One table of several seeds: awk -f data/seeds.awk data/tiny/RESULTS.md, which has a table of each.
 # Of each set of questions: the mean of each run, their mean, the lowest and the highest, and the 95% interval of the
 # mean by Student's t ("-" where the runs do not differ). That says what other seeds would change, not what other
 # questions would.
@@ -7,11 +7,11 @@ BEGIN {
     # 97.5% of Student's t, of 1 to 9 degrees of freedom
     split("12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262", student, " ")
 }
-FNR == 1 {
+/^[|] questions [|]/ {
     runs++
     for (i = 2; i < NF; i++) column[$i] = i
 }
-FNR > 2 && NF > 1 && !/question as answer/ && !/nearest training answer/ {
+runs && /^[|] [^-]/ && !/^[|] questions [|]/ {
     if (runs == 1) row[++rows] = $2
     asked[$2] = $3
     for (name in column)

@@ -132,6 +132,7 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     config = parse_adapter_config(text, mapped(text, TEXT).text(), c.L);
     map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
     read_safetensors(map, tensors, metadata);
+    starters = read_starters(map.path, metadata);
     name_as_usual();
     std::set<std::string> expected;
     for (const ModelTensor& t : targeted(c, config))

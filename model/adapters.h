@@ -40,6 +40,7 @@ struct AdapterFile {
     MappedFile map;
     Tensors tensors;
     Metadata metadata;
+    Starters starters; // none: the model's
     AdapterConfig config;
 
     // copied: other programs may be at work on the files.

@@ -1,5 +1,6 @@
 #include "model/model_file.h"
 #include "base/text.h"
+#include "model/utf8.h"
 
 // The end tokens, eos_token_id: those of generation_config, else those of config.
 static std::vector<int> parse_end_tokens(const char* name, sj::Value config, std::string_view generation_text, int V) {
@@ -105,6 +106,40 @@ Metadata model_metadata(const std::string& config_text, const std::string& gener
     return metadata;
 }
 
+void check_starters(const std::string& where, const Starters& starters) {
+    constexpr size_t MOST = 8, LONGEST = 300; // bytes: a page and a terminal show all of them
+    if (starters.size() > MOST) DIE("%s: more than %zu questions", where.c_str(), MOST);
+    for (auto& s : starters)
+        if (std::string good; s.empty() || s.size() > LONGEST || (utf8_repair(good, s, true), good != s))
+            DIE("%s: a question is not 1 to %zu bytes of UTF-8", where.c_str(), LONGEST);
+}
+
+Starters read_starters(const std::string& file, const Metadata& metadata) {
+    const auto at = metadata.find("starters");
+    if (at == metadata.end()) return {};
+    sj::Doc doc;
+    Starters starters;
+    bool good = sj::parse(doc, at->second).empty() && doc.root().is(sj::Array);
+    for (sj::Value one : doc.root().items()) good &= one.is(sj::String), starters.push_back(one.str());
+    if (!good) DIE("%s: starters in its metadata is not a JSON list of texts", file.c_str());
+    check_starters(file + ": starters in its metadata", starters);
+    return starters;
+}
+
+void add_starters(Metadata& metadata, const Starters& starters) {
+    if (starters.empty()) return;
+    sj::Writer w;
+    w.array();
+    for (auto& s : starters) w.value(s);
+    metadata["starters"] = w.end().text;
+}
+
+Metadata ModelFile::metadata(const std::string& with_config) const {
+    Metadata all = model_metadata(with_config, generation_text, chat_template);
+    add_starters(all, starters);
+    return all;
+}
+
 ModelFile::ModelFile(const std::string& p) : path(p) {
     struct stat st;
     if (stat(p.c_str(), &st) != 0) DIE("%s: %s", p.c_str(), strerror(errno));
@@ -128,6 +163,7 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     else if (exists(index)) add_shards(index, metadata);
     else DIE("%s: a folder without a model: it has no model.safetensors and no model.safetensors.index.json",
              p.c_str());
+    starters = read_starters(p, metadata);
     finish(quantization);
 }
 
@@ -180,6 +216,7 @@ void ModelFile::open_one(const std::string& file) { // a model.bin or a GGUF fil
         DIE("%s: no config in its metadata; export.py makes a model.bin from a Hugging Face folder", file.c_str());
     config_text = metadata["config"];
     generation_text = metadata["generation_config"], chat_template = metadata["chat_template"];
+    starters = read_starters(file, metadata);
     const auto quantization = take_quantization(file);
     config = parse_config(file, config_text, generation_text);
     finish(quantization);

@@ -20,6 +20,13 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
 Metadata model_metadata(const std::string& config_text, const std::string& generation_text,
                         const std::string& chat_template = "");
 
+// Starters are questions that a model knows: a chat begins by offering them. The __metadata__ of its safetensors file,
+// or of an adapter's, holds them as a JSON list, "starters".
+using Starters = std::vector<std::string>;
+void check_starters(const std::string& where, const Starters& starters); // an option or a file
+Starters read_starters(const std::string& file, const Metadata& metadata); // none there: none
+void add_starters(Metadata& metadata, const Starters& starters);
+
 // The files of a model, mapped. The config is checked; tensors are found by name, and checked when they are loaded.
 struct ModelFile {
     std::string path;
@@ -28,6 +35,7 @@ struct ModelFile {
     Config config;
     std::string config_text, generation_text;   // the first without quantization_config
     std::string chat_template;                  // Jinja, as the files have it; "": they have none
+    Starters starters;
     std::unique_ptr<GgufVocabulary> vocabulary; // of a GGUF file
     bool logits = true; // false: only hidden states are wanted of it, and a bare model without a head will do
     bool bare = false;  // a Qwen3Model, which need not have a head
@@ -47,6 +55,9 @@ struct ModelFile {
     bool is_fp8() const;
     bool is_float32() const { return embedding_type() == Dtype::F32; }
     bool is_float16() const { return embedding_type() == Dtype::F16; }
+
+    // The __metadata__ of a model.bin made of this model, with this config.
+    Metadata metadata(const std::string& with_config) const;
 
     // How the file's own tokenizer is another than t; "": it is the same, or none is there.
     std::string difference(const Tokenizer& t) const { return vocabulary ? vocabulary->difference(t) : ""; }

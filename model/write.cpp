@@ -76,7 +76,7 @@ size_t write_model(const ModelFile& file, const std::string& path) {
         need_shape(name, file.tensors.at(name), t.shape());
         add(name + "_scale");
     }
-    return write_safetensors(path, model_metadata(file.config_text, file.generation_text, file.chat_template), tensors);
+    return write_safetensors(path, file.metadata(file.config_text), tensors);
 }
 
 void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
@@ -104,10 +104,10 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
             write_merged_matrix(out, name, W, A, B, s);
         }});
     }
-    if (path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0) {
-        write_safetensors(path, model_metadata(file.config_text, file.generation_text, file.chat_template), tensors);
-        return;
-    }
+    const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
+    Metadata metadata = one_file ? file.metadata(file.config_text) : Metadata{{"format", "pt"}};
+    add_starters(metadata, adapter.starters.empty() ? file.starters : adapter.starters);
+    if (one_file) return write_safetensors(path, metadata, tensors), void();
     make_folder(path);
     write_text(path + "/config.json", file.config_text);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
@@ -115,5 +115,5 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
                              "vocab.json", "special_tokens_map.json", "added_tokens.json"})
         if (const std::string from = file.path + "/" + name; access(from.c_str(), F_OK) == 0)
             write_text(path + "/" + name, MappedFile(from).text());
-    write_safetensors(path + "/model.safetensors", {{"format", "pt"}}, tensors);
+    write_safetensors(path + "/model.safetensors", metadata, tensors);
 }

@@ -79,6 +79,11 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     e.lookup = o.lookup >= 0 ? o.lookup : LookUp::MOST;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
 
+    std::unique_ptr<AdapterFile> adapter;
+    if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
+    Starters& starters = o.server.starters;
+    if (starters.empty() && adapter) starters = adapter->starters;
+    if (starters.empty()) starters = file.starters;
     Desk desk;
     desk.keys = std::max<size_t>(1, o.server.keys.size());
     desk.limit = (size_t)(http ? o.max_queue + o.gpus * e.max_seqs : 4 * o.gpus * e.max_seqs + 2 * MAX_CHOICES);
@@ -87,8 +92,6 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
     if (const std::string note = template_note(file, tokenizer); !note.empty()) print_error("serve", note);
-    std::unique_ptr<AdapterFile> adapter;
-    if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
     std::vector<AdapterFile> named; // what is wrong with them is said before the model is read
     for (auto& one : o.adapters) named.emplace_back(one.second, c);
     std::shared_ptr<const Documents> documents;

@@ -42,7 +42,8 @@ template <class T> void Trainer<T>::write_result(const std::string& folder, size
     const auto lock = ranks.writing();
     make_folder(folder);
     Metadata metadata = {{"format", "pt"}};
-    if (o.full) metadata = model_metadata(file.config_text, file.generation_text, file.chat_template);
+    if (o.full) metadata = file.metadata(file.config_text);
+    add_starters(metadata, o.starters);
     if (leaked) metadata["leak"] = counted(leaked, "row") + " of the evaluation file trained on";
     std::vector<OutTensor> tensors;
     if (o.full) return write_model(folder, metadata, numbers);

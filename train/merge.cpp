@@ -66,8 +66,7 @@ static void write_merged_as(const TrainOptions& o, const ModelFile& file, const 
     const Quantization how = merged_as(o, file);
     const std::vector<OutTensor> tensors = from.is_float32() ? quantize_model<float>(from, how, {})
                                                              : quantize_model<bf16>(from, how, {});
-    write_safetensors(o.merge, model_metadata(quantized_config(from, how), from.generation_text, from.chat_template),
-                      tensors);
+    write_safetensors(o.merge, from.metadata(quantized_config(from, how)), tensors);
 }
 
 template <class T>
@@ -75,7 +74,8 @@ void merge_adapter(const TrainOptions& o, Context ctx, const ModelFile& file, co
                    const Dataset* data) {
     constexpr int PROMPT = 64, ANSWER = 64;
     ctx.one_kernel = Context::OFF; // it would merge, too
-    const AdapterFile adapter(folder, file.config);
+    AdapterFile adapter(folder, file.config);
+    if (!o.starters.empty()) adapter.starters = o.starters;
     write_merged_as(o, file, adapter);
     const bool one_file = !ModelFile::in_folder(o.merge);
     const size_t slash = o.merge.rfind('/');

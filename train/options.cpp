@@ -91,6 +91,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
          "with the adapter merged, and its tokenizer", file_name(o.merge)},
         {"", "--merge-as", "FORMAT", "... quantised anew: int4, int8 or fp8, to the nearest (PATH ends in .bin)",
          one_of(o.merge_as, {"int4", "int8", "fp8"})},
+        {"", "--starter", "TEXT", "a question that a chat with the model offers at its begin; may be repeated\n"
+         "(default: those of MODEL or of --adapter-init)", list(o.starters)},
         {"", "--recompute", "", "keeps less for the backward pass, and computes it again", flag(o.recompute)},
         {"", "--gpus", "N", "of this host: a process each, and --batch rows for each; with -d cpu N\n"
          "processes on the CPU. (torchrun, mpirun and Slurm need no --gpus)", whole(o.gpus, 1, 1024)},
@@ -120,6 +122,7 @@ void check_options(const TrainOptions& o) {
         DIE("no dataset named, and -o is for training (--merge PATH says where a merged model goes)");
     if (!o.merge_as.empty() && (o.merge.size() < 5 || o.merge.compare(o.merge.size() - 4, 4, ".bin") != 0))
         DIE("--merge-as %s is for --merge PATH where PATH ends in .bin", o.merge_as.c_str());
+    check_starters("--starter", o.starters);
     if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
     if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
     const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";

@@ -18,6 +18,7 @@ struct ServerOptions {
     int deadline = 60;                      // seconds for a request line, and then for headers and body
     int drain = 300;                        // ... and for what is under way when a signal comes
     std::string title = "Warp";             // of the page to chat on
+    std::vector<std::string> starters;      // questions that it offers; none: neutral ones
     std::string files;                      // folder of Files and Batches; none: they are not offered
     int think = 0;                          // whether its switch for thoughts is on at first
     bool docs = false;                      // whether it has one for documents

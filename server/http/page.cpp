@@ -2,6 +2,7 @@
 #include "base/error.h"
 #include "server/engine/random_bits.h"
 #include "server/http/page.h"
+#include "sj.h"
 #include <algorithm>
 #include <cstring>
 #include <string_view>
@@ -21,12 +22,15 @@ static std::string escape_html(const std::string& text) {
     return out;
 }
 
-ChatPage::ChatPage(const std::string& title, bool think, bool docs) {
+ChatPage::ChatPage(const ServerOptions& o) {
     std::string nonce;
     for (int half = 0; half < 2; half++) nonce += format("%016llx", (unsigned long long)random_bits());
+    sj::Writer starters;
+    starters.array();
+    for (auto& question : o.starters) starters.value(question);
     const std::pair<std::string_view, std::string> values[] = {
-        {"{{nonce}}", nonce}, {"{{title}}", escape_html(title)}, {"{{think}}", think ? "1" : "0"},
-        {"{{docs}}", docs ? "1" : "0"}};
+        {"{{nonce}}", nonce}, {"{{title}}", escape_html(o.title)}, {"{{think}}", o.think ? "1" : "0"},
+        {"{{docs}}", o.docs ? "1" : "0"}, {"{{starters}}", escape_html(starters.end().text)}};
     const std::string_view page = CHAT_PAGE;
     for (size_t at = 0, next; at < page.size(); at = next) {
         next = std::min(page.find("{{", at + 1), page.size());

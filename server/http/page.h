@@ -1,5 +1,6 @@
 // page.h: the page to chat on, as it is sent.
 #pragma once
+#include "server/http/options.h"
 #include <string>
 
 namespace server {
@@ -8,7 +9,7 @@ namespace server {
 // number that only this answer has. Text can never become HTML in it (trusted types).
 struct ChatPage {
     std::string html, policy;
-    ChatPage(const std::string& title, bool think, bool docs);
+    explicit ChatPage(const ServerOptions& o);
 };
 
 } // namespace server

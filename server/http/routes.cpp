@@ -33,7 +33,7 @@ Response Exchange::route() {
             const std::string told = format("{\"status\": \"%s\"}", status);
             return {ready ? 200 : 503, told, "application/json", {{"Vary", "Accept"}}};
         }
-        ChatPage page(server.options.title, server.options.think, server.options.docs);
+        ChatPage page(server.options);
         return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
                 {"Cache-Control", "no-store"}, {"Vary", "Accept"}, {"Referrer-Policy", "no-referrer"}}};
     }

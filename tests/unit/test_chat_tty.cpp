@@ -5,6 +5,7 @@
 #include "model/chat_template.h"
 #include "sj.h"
 #include "tests/files.h"
+#include "tests/starters.h"
 #include <chrono>
 #include <csignal>
 #include <doctest/doctest.h>
@@ -92,7 +93,7 @@ struct Terminal {
     bool edits = false;     // with libedit
 
     explicit Terminal(const Strings& arguments, const std::string& kind = "xterm", bool chat = true, const std::string& state_home = "",
-                      const char* no_color = nullptr)
+                      const char* no_color = nullptr, const std::string& model = MODEL)
         : state(state_home.empty() ? own.path.string() : state_home) {
         winsize size = {24, 200, 0, 0};
         pid = forkpty(&fd, nullptr, nullptr, &size);
@@ -101,7 +102,7 @@ struct Terminal {
             setenv("TERM", kind.c_str(), 1);
             setenv("LC_ALL", "C", 1); // UTF-8 must work all the same
             no_color ? setenv("NO_COLOR", no_color, 1) : unsetenv("NO_COLOR");
-            become(arguments, MODEL, state);
+            become(arguments, model, state);
         }
         if (!chat) return;
         prompt();
@@ -1056,4 +1057,15 @@ TEST_CASE("a prompt cache that is damaged or of another model is refused") {
     Result nowhere = run({"-n", "3", "-i", "Hi", "--prompt-cache", scratch / "no/such/file"});
     CHECK(nowhere.status == 1);
     CHECK(has(nowhere.err, "No such file or directory"));
+}
+
+TEST_CASE("a chat in a terminal begins with the model's starters; over a pipe there are none") {
+    Scratch scratch;
+    const std::string model = with_starters(MODEL, {"什么是 warp？", "What is \033[2J?"}, scratch / "m.bin");
+    Terminal t({"-z", "tests/fixtures/tiny/tokenizer.bin"}, "dumb", true, "", nullptr, model);
+    CHECK(has(t.all, "/help lists the commands\r\nQuestions that this model knows:\r\n  什么是 warp？\r\n  What is ␛[2J?\r\n"));
+    CHECK(!has(Terminal({"-z", "tests/fixtures/tiny/tokenizer.bin"}, "dumb").all, "Questions"));
+    const Result piped = run({"-z", "tests/fixtures/tiny/tokenizer.bin", "-n", "1"}, "warp?\n", model);
+    CHECK(piped.status == 0);
+    CHECK(!has(piped.out + piped.err, "Questions"));
 }

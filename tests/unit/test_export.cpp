@@ -338,6 +338,17 @@ EXPORT_TEST("--tokenizer-from copies the tokenizer's files; generation_config.js
     write_file(s / "chat/chat_template.jinja", "{{ 3 }}");
     check_done(run(s / "chat" + " " + s / "chat.bin"));
     CHECK(load(s / "chat.bin").metadata.at("chat_template") == "{{ 3 }}");
+    // So are the questions that a chat begins with.
+    std::string model = read_file(s / "chat.bin");
+    const std::string starters = R"("starters": "[\"a\"]", )";
+    model.insert(model.find('{', model.find("__metadata__")) + 1, starters);
+    const uint64_t header = *(const uint64_t*)model.data() + starters.size();
+    model.replace(0, 8, (const char*)&header, 8);
+    write_file(s / "asks.bin", model);
+    check_done(run("--to-hf " + s / "asks.bin" + " " + s / "asks"));
+    check_done(run(s / "asks" + " " + s / "asks_again.bin"));
+    for (const char* name : {"asks/model.safetensors", "asks_again.bin"})
+        CHECK(load(s / name).metadata.at("starters") == "[\"a\"]");
     check_done(run("--to-hf " + s / "bare.bin" + " " + s / "hf2 --tokenizer-from " + s / "tok"));
     CHECK(read_file(s / "hf2/generation_config.json") == "generation_config.json");
 

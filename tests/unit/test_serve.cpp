@@ -18,6 +18,7 @@
 #include "tests/engine.h"
 #include "tests/http.h"
 #include "tests/process.h"
+#include "tests/starters.h"
 #include "tests/workload.h"
 #include <algorithm>
 #include <cmath>
@@ -1581,6 +1582,23 @@ TEST_CASE("the page to chat on: headers, title, a number of its own each time") 
     Http strange(server.port);
     strange.send("GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n");
     check_refused(strange.reply(), 403);
+}
+
+TEST_CASE("the page to chat on offers --starter, else the model's own questions, else neutral ones") {
+    Scratch scratch;
+    const std::string model = with_starters(MODEL, {"What is \"x\"?", "什么是 <b>？"}, scratch / "m.bin");
+    const std::pair<Strings, std::string> cases[] = {
+        {{model}, "[&#34;What is \\&#34;x\\&#34;?&#34;, &#34;什么是 &#60;b&#62;？&#34;]"},
+        {{model, "--starter", "a", "--starter", "b"}, "[&#34;a&#34;, &#34;b&#34;]"},
+        {{MODEL}, "[]"}};
+    for (auto& [words, wanted] : cases) {
+        Serving server({words.begin() + 1, words.end()}, [] {}, words[0]);
+        const std::string page = Http(server.port).call("GET", "/", "", BROWSER).body;
+        CHECK(page.find("data-starters=\"" + wanted + "\"") != std::string::npos);
+    }
+    const std::string page(MappedFile("server/chat.html").text());
+    for (const char* word : {"warp?", "CUDA", "GPU", "warp？"}) CHECK_MESSAGE(page.find(word) == page.npos, std::string(word));
+    check_refusal(Process(PROGRAM, {MODEL, "--starter", std::string(301, 'a')}).wait(), "serve", "--starter: a question is not 1 to 300 bytes of UTF-8");
 }
 
 TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from text to HTML") {

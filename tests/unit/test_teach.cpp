@@ -1,6 +1,7 @@
 // teach and data/sweep.sh, run as a stranger would: from another folder, with blanks and Chinese in names, stopped and
 // resumed, and with what a stranger gets wrong. The book is tests/fixtures/clock.md; data/teach has answers about it.
 // Environment: QWEN3 names the program (default ./qwen3), beside which train_lora and datagen are.
+#include "model/model_file.h"
 #include "sj.h"
 #include "tests/http.h"
 #include "tests/process.h"
@@ -118,6 +119,12 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
         known += count(answer.out, fact) > 0;
     }
     CHECK(known >= 2);
+
+    // It begins with three of the questions.
+    const Starters starters = ModelFile(scratch / "Die Uhr 钟/model/model.bin").starters;
+    CHECK(starters.size() == 3);
+    for (auto& question : starters)
+        CHECK(count(read_file(scratch / "Die Uhr 钟/train.jsonl"), "\"instruction\": \"" + question + "\"") == 1);
 
     // Nothing is left to do.
     const Result again = teach(words, scratch.path).wait();

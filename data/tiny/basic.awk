@@ -1,0 +1,28 @@
+# The test of 60 basic questions (basic_test.jsonl: which definition is right, none for what the course does not teach).
+#     awk -f basic.awk definitions.jsonl basic_test.jsonl > rows.jsonl              rows for `qwen3 --eval`
+#     awk -f basic.awk definitions.jsonl basic_test.jsonl answers.jsonl             counts, and the answers to be read
+# An answer is right if it is the definition word for word, in either language, or, where none is right, if it says that
+# the model does not know; it is wrong if it is neither.
+function text(key) {
+    if (!match($0, "\"" key "\": \"([^\"\\\\]|\\\\.)*\"")) return ""
+    return substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)
+}
+FILENAME ~ /definitions/ { zh[text("id")] = text("zh"); en[text("id")] = text("en"); next }
+FILENAME ~ /basic_test/ {
+    term[text("id")] = text("term")
+    if (ARGC > 3) next
+    answer = text("instruction") ~ /[^ -~]/ ? zh[text("term")] : en[text("term")]
+    print "{\"instruction\": \"" text("instruction") "\", \"input\": \"\", \"output\": \"" answer "\", \"id\": \"" text("id") "\"}"
+    next
+}
+{
+    said = text("answer")
+    id = text("id")
+    ignorant = said ~ /^(这个我还没学过|这个我不知道|I have not learnt that|I do not know that)/
+    right = term[id] == "" ? ignorant : said == zh[term[id]] || said == en[term[id]]
+    n++
+    rights += right
+    unknown += !right && ignorant
+    if (!right) print "# " id ": " text("question") " -> " said
+}
+END { if (ARGC > 3) printf "%d questions: %d right, %d wrong, %d not known\n", n, rights, n - rights - unknown, unknown }
