@@ -55,6 +55,7 @@
 #include "model/kv_cache.h"
 #include "model/sampling.h"
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -64,9 +65,6 @@
 #include <utility>
 #include <vector>
 
-#ifdef __CUDACC__
-#include <cuda.h> // CUtensorMap
-#endif
 
 // ###################################################### Book I #######################################################
 
@@ -1043,7 +1041,132 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 #ifndef QWEN3_PLAIN
 #include "cpu/ops.h"
 #endif
-#include "gpu/ops.h" // ... and Book II's launchers, declared: op_gpu
+
+// ---- Draws on a GPU: how, and where the drawn tokens go.
+struct Draw {
+    Sampling how;
+    int exist; // only ids below may be drawn
+};
+
+// Where draws go, and the batch of the next step.
+struct DrawState {
+    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
+    const int *seq, *pages;  // (R), (., max_pages)
+    int max_pages;
+    uint32_t* seen;          // (sequences, V) or null
+    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
+    int ring_size;
+    int* last;               // (sequences) what was drawn last, or null
+};
+
+// How a product's rows were dealt: `rows` neighbours at a time to its blocks in turn, the first ones to block `shift`.
+// blocks 0: they were not.
+struct RowsDealt {
+    int blocks = 0, rows = 0, shift = 0;
+};
+
+// The likeliest id of each of the head's blocks: there is room for so many of them.
+inline constexpr int BEST_BLOCKS = 1024;
+// Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
+inline constexpr int DRAW_GROUPS = 256;
+
+// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op: their shapes stand there. Nothing
+// waits for the GPU. Each throws Error if its kernels cannot compute these sizes.
+// Forward
+void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
+void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
+// h of W's adapter. made: its dropout masks are there.
+void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
+void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N);
+void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
+                     int N, float eps);
+// Rows from `first` on; so has attention_gpu.
+void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
+                        int first = 0);
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
+                   const Batch& b, int H, int K, int D, int first = 0);
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
+                const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
+                float eps);
+void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+                            const Linear<bf16>& W, int N, float eps);
+void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
+void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C); // head's first half
+
+// Backward
+void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
+                   const bf16* x, const int* rows, const int* target, float scale, const float* by,
+                   const Linear<bf16>& W, int R);
+void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
+void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
+void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+                       const int* rows, const Linear<bf16>& W, int R);
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
+                          const bf16* w, int N, int C, float eps);
+void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
+                               int N);
+void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
+                                int in);
+void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
+                                const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
+void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                            const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K, int D,
+                            float* delta);
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
+                              const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H,
+                              int K, int D, float eps);
+void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout, const bf16* q,
+                         const bf16* keys, const bf16* values, const bf16* out, const float* lse, const bf16* qkv,
+                         const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
+                         int D, float eps, float* delta);
+void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
+void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
+void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+               const AdamW& a);
+
+// Sampler
+// The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
+// `best`. Returns how rows of W were dealt to blocks.
+RowsDealt draw_head_gpu(Context& ctx,
+                        float* logits,            // (R,V) out
+                        const Draw* draw,         // (R)
+                        const uint32_t* seen,     // (R,V), or null: no penalties
+                        unsigned long long* best, // (R, BEST_BLOCKS) out
+                        const bf16* x,            // (., C)
+                        const int* rows,          // (R)
+                        const Linear<bf16>& W, int R);
+// Book I's `sample`, and the next step's batch. early: it may start before the kernel ahead has ended.
+void sample_gpu(Context& ctx, bool early,
+                const float* logits,            // (R,V)
+                size_t V,
+                const Draw* draws,              // (R)
+                const unsigned long long* best, // (R, BEST_BLOCKS) of draw_head_gpu, or null
+                const RowsDealt& dealt,         // ... which returned it
+                const DrawState& state, int R);
+// Book I's `likeliest`.
+void likeliest_gpu(Context& ctx,
+                   Likeliest* out,      // (R)
+                   const float* logits, // (R,V)
+                   size_t V, int exist,
+                   const int* seq,      // (R) -1: a spare row
+                   const int* wanted,   // by seq: how many ids; -1: the row is left alone
+                   int R);
+
+
+// Scratch
+// Takes scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
+// `context` tokens in `pages` pages. From then on the context has a Gpu of its own.
+void plan_scratch(Context& ctx, Arena& arena);
+void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
+// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D);
+size_t widened_numbers(const Config& c, size_t pages); // of a layer's FP8 cache as bf16
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
+// little.
+int splits_for_graph(int position, int context);
 
 // Compiled once, in the object of this file.
 #ifdef QWEN3_LIBRARY
@@ -1067,6 +1190,31 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 
 #ifdef __CUDACC__
 // ###################################################### Book II ######################################################
+
+// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those that
+// have no optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they compile at
+// the same time.
+#define PART_TEXT 1
+#define PART_LINEAR 2
+#define PART_LINEAR_ADD 3
+#define PART_SWIGLU 4
+#define PART_HEAD 5
+#define PART_PROMPT 6
+#define PART_DECODE 7
+#define PART_BACKWARD_ATTENTION 8
+#define PART_BACKWARD_LINEAR 9
+#define PART_BACKWARD_SWIGLU 10
+#define PART_LOSS 11
+#define PART_WEIGHT 12
+#if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
+#define COMPILED(part) 1
+#elif defined(QWEN3_PART)
+#define COMPILED(part) (QWEN3_PART == part)
+#elif defined(QWEN3_LIBRARY)
+#define COMPILED(part) (part == PART_TEXT)
+#else
+#define COMPILED(part) 0
+#endif
 
 // ========================================================================================================== 8 Toolbox
 // Errors, launches, and the instructions that kernels are made of, each wrapped once under its name in the PTX ISA.
@@ -1239,262 +1387,6 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 }
 #undef LDMATRIX
 
-// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
-// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
-// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past. From sm_80 on;
-// bytes are expected from sm_90 on.
-__device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ inline void barriers_begun() { // all threads and copies see it; before the block's next __syncthreads
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_arrive_expecting([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
-}
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-#define BARRIER_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
-#else
-#define BARRIER_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
-#endif
-    asm volatile("{ .reg .pred done;\n"
-                 "again: " BARRIER_WAIT " done, [%0], %1;\n"
-                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-#undef BARRIER_WAIT
-}
-
-// ---- Hopper's own instructions: sm_90a only, elsewhere nothing.
-#ifdef HAVE_WGMMA
-#define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
-#else
-#define HOPPER_ASM(...)
-#endif
-
-// Stages in shared memory that are filled and used in turn: which one is next, and the parity of its phase.
-template <int STAGES> struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next(int stages = STAGES, int by = 1) { // stages: fewer of them, always the same
-        if ((stage += by) >= stages) stage -= stages, parity ^= 1;
-    }
-};
-
-// The Tensor Memory Accelerator copies a box of an array to shared memory (PTX ISA, "cp.async.bulk.tensor"): from place
-// x, y, .. on as many numbers of each dimension as the map says, swizzled as wgmma wants them, zeros past the array's
-// end. The barrier counts the bytes of the whole box. One thread asks for it.
-__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y) : "memory");
-}
-__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y, int z) {
-    HOPPER_ASM("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-               "[%1, {%3,%4,%5}], [%2];"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
-}
-__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y, int z, int u) {
-    HOPPER_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-               "[%1, {%3,%4,%5,%6}], [%2];"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
-}
-// The same by what the L2 cache shall do with the box (the values are CUTLASS's, cute::TMA::CacheHintSm90).
-[[maybe_unused]] constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000;
-__device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x,
-                                   int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-               "[%1, {%3,%4}], [%2], %5;"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
-}
-// ... to the same place of both blocks of a cluster of two, each of whose barriers there counts the bytes.
-__device__ inline void copy_box_to_both(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier,
-                                        int x, int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-               ".L2::cache_hint [%0], [%1, {%3,%4}], [%2], %6, %5;"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy), "h"((uint16_t)3) : "memory");
-}
-// ... and back, as a part of the group that ends at the next commit_boxes. What is past the array's end is left out.
-__device__ inline void store_box(const CUtensorMap& map, uint32_t shared, int x, int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
-               ::"l"(&map), "r"(shared), "r"(x), "r"(y) : "memory");
-}
-__device__ inline void commit_boxes() { HOPPER_ASM("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until shared memory has been read by all of this thread's groups but the last few.
-template <int LAST> __device__ inline void wait_for_boxes() {
-    HOPPER_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(LAST) : "memory");
-}
-__device__ inline void prefetch_map(const CUtensorMap& map) {
-    HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-// The blocks of a cluster (PTX ISA, "barrier.cluster"): all threads that have not ended meet; what they wrote to shared
-// memory before, all may read after it. Numbers of the shared memory of block `rank`, at our own `address`.
-__device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
-    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
-}
-// Our own `address` as it is in block `rank`, for send_block: four numbers go to `to` there, and `barrier`, there too,
-// counts their bytes (PTX ISA, "st.async"). The block must have begun, and not end before it waited for them.
-__device__ inline uint32_t block_address(uint32_t address, int rank) {
-    uint32_t there = 0;
-    HOPPER_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-// Arrives at another block's barrier, by its block_address. (Not release.cluster, which would wait for all
-// that the thread has written: what follows are copies by TMA, and those it does not order.)
-__device__ inline void barrier_arrive_there(uint32_t barrier) {
-    HOPPER_ASM("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void send_block(uint32_t to, const float (&v)[4], uint32_t barrier) {
-    HOPPER_ASM("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
-               ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
-}
-// The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
-// one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
-struct Dimension {
-    size_t size, step;
-    int box;
-};
-inline CUtensorMap tensor_map(const void* array, CUtensorMapDataType type, int number_bytes, CUtensorMapSwizzle swizzle,
-                              std::initializer_list<Dimension> dimensions) {
-    static const auto encode = [] {
-        void* f = nullptr;
-        cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
-#else
-        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
-#endif
-        return (decltype(&cuTensorMapEncodeTiled))f;
-    }();
-    cuuint64_t size[4], bytes[4];
-    cuuint32_t box[4], step[4] = {1, 1, 1, 1};
-    int n = 0;
-    for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * (size_t)number_bytes, box[n++] = d.box;
-    CUtensorMap map;
-    if (encode(&map, type, n, (void*)array, size, bytes + 1, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-        DIE("the GPU's driver has no map for an array of %zu x %zu", (size_t)size[1], (size_t)size[0]);
-    return map;
-}
-inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
-    const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
-    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, swizzle, dimensions);
-}
-inline CUtensorMap tensor_map(const float* array, std::initializer_list<Dimension> dimensions) {
-    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_128B, dimensions);
-}
-
-// Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
-template <int REGISTERS> __device__ inline void keep_registers() {
-    HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS> __device__ inline void take_registers() {
-    HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what lies in shared memory,
-// without ldmatrix and at the full rate of the tensor cores.
-// The operand at `shared`: 128 bytes a row in the 128-byte swizzle (chunk c of 16 bytes of row r lies in place
-// c ^ r % 8), groups of eight rows `group` bytes apart (SBO). If it is transposed, rows are steps of the contraction,
-// and panels of 64 columns lie `panel` bytes apart (LBO).
-__device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group = 1024) {
-    const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = group >> 4, swizzle = 1;
-    return at | lbo << 16 | sbo << 32 | swizzle << 62;
-}
-// 32 columns, transposed, of rows of 64 bytes in the 64-byte swizzle (chunk c of row r is at c ^ r / 2 % 4).
-__device__ inline uint64_t wgmma_narrow_operand(uint32_t shared) {
-    const uint64_t at = shared >> 4 & 0x3fff, sbo = 512 >> 4, swizzle = 2;
-    return at | sbo << 32 | swizzle << 62;
-}
-// d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma
-// gives it; d[j] is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps
-// the compiler from moving stores to shared memory past it, wgmma_settle from using d too early.
-#define F1(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define F8(j) F1(j), F1(j + 1), F1(j + 2), F1(j + 3), F1(j + 4), F1(j + 5), F1(j + 6), F1(j + 7)
-#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define WGMMA(n, sums, a, b, add, a_cols, b_cols, ...) \
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
-               a ", " b ", add, 1, 1, " a_cols ", " b_cols "; }" \
-               : __VA_ARGS__ : "l"(a_at), "l"(b_at), "r"((int)more), "n"((int)A_COLS), "n"((int)B_COLS) : "memory")
-template <int N, bool A_COLS, bool B_COLS>
-__device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint64_t b_at, bool more) {
-    if constexpr (N == 32)
-        WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", F1(0), F1(1), F1(2), F1(3));
-    else if constexpr (N == 64)
-        WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", F8(0));
-    else if constexpr (N == 96)
-        WGMMA("96", TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", "%48", "%49", "%50", "%51", "%52",
-              F8(0), F1(8), F1(9), F1(10), F1(11));
-    else if constexpr (N == 128)
-        WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68",
-              F8(0), F8(8));
-    else if constexpr (N == 192)
-        WGMMA("192", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95", "%96",
-              "%97", "%98", "%99", "%100", F8(0), F8(8), F8(16));
-    else
-        WGMMA("256", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
-              "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", "%132",
-              F8(0), F8(8), F8(16), F8(24));
-}
-// The same with a in registers, as mma has it.
-#define WGMMA_REGISTERS(n, sums, a0, a1, a2, a3, b, add, b_cols, ...) \
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
-               "{" a0 "," a1 "," a2 "," a3 "}, " b ", add, 1, 1, " b_cols "; }" \
-               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)more), "n"((int)B_COLS) \
-               : "memory")
-template <int N, bool B_COLS>
-__device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b_at, bool more) {
-    static_assert(N == 64 || N == 128, "a row of columns that somebody needs");
-    if constexpr (N == 64)
-        WGMMA_REGISTERS("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", "%37", "%38", F8(0));
-    else
-        WGMMA_REGISTERS("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67",
-                        "%68", "%69", "%70", F8(0), F8(8));
-}
-// d (64,128) = a (64,32) b (32,128) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[16][4], uint64_t a_at, uint64_t b_at, bool more) {
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
-               "%60,%61,%62,%63}, %64, %65, add, 1, 1; }"
-               : F8(0), F8(8) : "l"(a_at), "l"(b_at), "r"((int)more) : "memory");
-}
-#undef WGMMA_REGISTERS
-#undef WGMMA
-#undef TEN
-#undef F8
-#undef F1
-// Before the first wgmma of a group: the sums' registers have been written.
-__device__ inline void wgmma_begin() {
-    HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory");
-}
-// The group ends.
-__device__ inline void wgmma_commit() {
-    HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-// wgmma may read all earlier writes to shared memory.
-__device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Waits until all groups but the last few are done.
-template <int LAST> __device__ inline void wgmma_wait() {
-    HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory");
-}
-// The compiler moves no use of the sums across this.
-template <int M, int N> __device__ inline void wgmma_settle(float (&d)[M][N][4]) {
-    #pragma unroll
-    for (int i = 0; i < M * N * 4; i++) asm volatile("" : "+f"(d[i / 4 / N][i / 4 % N][i % 4])::"memory");
-}
-
 // 16 bytes from global to shared memory in the background; zeros if not `there`.
 __device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
     const int bytes = there ? 16 : 0;
@@ -1506,35 +1398,12 @@ __device__ inline void copy_few_async(uint32_t shared, const void* global, bool 
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(bytes)
                  : "memory");
 }
-// Arrives, as one of those that the barrier was begun with, when all of this thread's copies so far are there.
-__device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int YOUNGER> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory");
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_shared(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_half(uint32_t at, uint32_t v) { // its lower 16 bits
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                 : "memory");
-}
 
 inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
@@ -1605,11 +1474,66 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
     return last;
 }
 
+// ---- Optional speed. Book II is complete without gpu/. Where gpu/ has a faster kernel, or a format that Book II does not
+// have (packed weights, FP8 activations), the launcher asks Optional first. If that does nothing (false, 0, no blocks),
+// Book II's own kernel follows. A portable build has nothing optional; else gpu/ defines these functions.
+struct TileArgs;
+struct AttentionArgs;
+struct AttentionBackward;
+#ifdef QWEN3_PORTABLE
+struct Optional {
+    template <class... A> static bool embed(A&&...) { return false; }
+    template <class... A> static RowsDealt few(A&&...) { return {}; }
+    template <class... A> static bool many(A&&...) { return false; }
+    template <class... A> static bool norm_many(A&&...) { return false; }
+    template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
+    template <class... A> static bool weight_gradient(A&&...) { return false; }
+    template <class Use> static void weights(Context&, const Linear<bf16>& W, Use use) { use(W.w[0]); }
+    template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
+        use(0, columns ? W.in : W.out(), W.w[0]);
+    }
+    template <class... A> static int attention(A&&...) { return 0; }
+    template <class... A> static bool attention_backward(A&&...) { return false; }
+    template <class... A> static bool lora_up(A&&...) { return false; }
+    template <class... A> static void plan(A&&...) {}
+};
+#else
+struct Optional {
+    // embed of a packed table.
+    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
+    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
+    template <class Epilogue>
+    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
+                         int N);
+    // The product of more tokens with packed weights as they are stored. It may change x: to rounded activations.
+    template <class Epilogue>
+    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
+    template <class Epilogue>
+    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
+                          const Linear<bf16>& W, int N, float eps);
+    // A product by tiles: on Hopper.
+    template <bool X_COLS, bool W_COLS, class Epilogue>
+    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
+    // linear_backward_weight, where its transposed product takes less time.
+    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
+    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
+    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
+    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
+    // attention of prompts, for heads of D numbers: the number of splits of the keys.
+    static int attention(Context& ctx, const AttentionArgs& p, int D);
+    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
+    // dh and dB of an adapter, see lora_up_backward.
+    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
+    // Scratch of forwards of up to `rows` rows.
+    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
+};
+#endif
+
 // ==================================================================================================== 9 Small kernels
 // In Book I's order (the backward pass's: gpu/backward). Each reads and writes its arrays once, so memory bounds them.
 // "A block a token" means: block n computes row n, its threads share the channels.
 
-#ifdef QWEN3_LIBRARY // kernels and launchers are compiled once
+#if COMPILED(PART_TEXT)
 // ---- embed. A block a token.
 __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     let_next_start();
@@ -1620,37 +1544,11 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
 }
 void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
-    if (table.format != Format::PLAIN) return packed_embed_gpu(ctx, x, table, b);
+    if (Optional::embed(ctx, x, table, b)) return;
     // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
 #endif
-
-// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), see model/fp8_activations.h.
-struct E4M3Rows {
-    uint8_t* q = nullptr;
-    float* scale = nullptr;
-    int pitch = 0;
-};
-// `largest`: the bits of a group's largest number, without sign; from 0x7f80 on it is not finite.
-struct GroupRounding {
-    float by, factor;
-    __device__ explicit GroupRounding(uint32_t largest) {
-        const bool finite = largest < 0x7f80;
-        const int e = kv_exponent(finite ? low(largest) : 0);
-        by = __uint_as_float((uint32_t)(127 - e) << 23);
-        factor = finite ? __uint_as_float((uint32_t)(127 + e) << 23) : NAN;
-    }
-    __device__ uint32_t two(uint32_t pair) const { return pack_e4m3(low(pair) * by, high(pair) * by); }
-};
-__device__ __forceinline__ uint32_t larger(uint32_t largest, uint32_t pair) {
-    return max(largest, max(pair & 0x7fff, pair >> 16 & 0x7fff));
-}
-template <int LANES> __device__ __forceinline__ uint32_t largest_of(uint32_t largest) { // neighbours, for all of them
-    #pragma unroll
-    for (int other = LANES / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-    return largest;
-}
 
 // ---- rmsnorm of `rows` rows of C, by all warps of a block. put(row, i, four) gets numbers i .. i + 3 of a row, from
 // whole warps, which have 128 neighbours: a group; i may be past the end.
@@ -1701,17 +1599,7 @@ struct PlainRows { // C numbers, ld apart; also in shared memory
         if (i < C) *(uint2*)(y + (size_t)row * ld + i) = four;
     }
 };
-struct RoundedRow { // token n
-    E4M3Rows to;
-    int n, C;
-    __device__ void operator()(int, int i, uint2 four) const {
-        const GroupRounding rounding(largest_of<32>(larger(larger(0, four.x), four.y)));
-        if (i >= C) return;
-        *(uint32_t*)(to.q + (size_t)n * C + i) = rounding.two(four.x) | rounding.two(four.y) << 16;
-        if (threadIdx.x % 32 == 0) to.scale[(size_t)(i / 128) * to.pitch + n] = rounding.factor;
-    }
-};
-#ifdef QWEN3_LIBRARY
+#if COMPILED(PART_TEXT)
 // A block a token.
 __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
     extern __shared__ float pieces[];
@@ -1719,13 +1607,6 @@ __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, 
     wait_for_previous();
     const size_t at = (size_t)blockIdx.x * C;
     norm_rows(PlainRows{out + at, C, C}, x + at, w, pieces, 1, C, eps);
-}
-__global__ void rmsnorm_rounded_kernel(E4M3Rows out, const float* x, const bf16* w, int C, float eps) {
-    extern __shared__ float pieces[];
-    let_next_start();
-    wait_for_previous();
-    const int n = blockIdx.x;
-    norm_rows(RoundedRow{out, n, C}, x + (size_t)n * C, w, pieces, 1, C, eps);
 }
 #endif
 // The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
@@ -1760,9 +1641,9 @@ __device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* 
     for (int p = 0; p < KEPT; p++) store(p, kept[p]);
     for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
 }
+inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
 inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
-void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps);
-#ifdef QWEN3_LIBRARY
+#if COMPILED(PART_TEXT)
 __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
                                                            float eps) {
     let_next_start();
@@ -1770,19 +1651,15 @@ __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const floa
     const int n = blockIdx.x * 8 + threadIdx.x / 32;
     if (n < N) norm_row(out + (size_t)n * C, x + (size_t)n * C, w, C, eps, [] {});
 }
-static int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
 void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
     if (norms_by_warps(ctx, N))
         return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
     launch(ctx, rmsnorm_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
-void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps) {
-    launch(ctx, rmsnorm_rounded_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
-}
 #endif
 
 #include "gpu/norm_rope.h" // ---- qknorm_rope_kv
-#ifdef QWEN3_LIBRARY
+#if COMPILED(PART_TEXT)
 void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                         const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
                         int first) {
@@ -1803,7 +1680,1229 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
 void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C) {
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, C);
 }
-#endif // QWEN3_LIBRARY
+#endif
+
+// ========================================================================================================= 10 Products
+// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
+// The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
+// backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
+// Three kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and for
+// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel. What becomes of a sum is said by the
+// kernel's epilogue.
+
+// ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
+// it. Here are the defaults. An epilogue for stream_kernel adds `one`, one for tile_kernel and hopper_kernel `four`:
+//
+//   one(inside, n, r, y, second)   Sum y of token n and row r, from one thread. Whole warps call it, eight neighbouring
+//                                  lanes for the same n and rows 8 q .. 8 q + 7, so that they can shuffle; `inside`
+//                                  is false where n or r is past the end.
+//   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
+//
+// Four sums become up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k, and these
+// four belong at output(k). So hopper_kernel can write whole boxes of them in the background. `second` is with PAIR the
+// sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+template <class T> struct Output {
+    T* at; // or null: not wanted
+    size_t ld;
+    __device__ T* of(int n, int r) const { return at + n * ld + r; }
+};
+struct Epilogue {
+    static constexpr int OUTPUTS = 0;            // `four` is of `values`; a new `four` needs 0
+    using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
+    static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
+    static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
+    static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
+    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
+    static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
+    static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
+    static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
+
+    // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
+    __device__ void begin() {}
+    // stream_kernel: all threads, once, after their last `one` (there is no barrier between).
+    __device__ void end(int /* N */) {}
+    // With ADDS, the number, or the four, that will be `second`. Asked for before the sums are complete, by the thread
+    // that will hand them over; n and r are not past the end.
+    __device__ float old(int /* n */, int /* r */) const { return 0; }
+    __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
+    // With MASKS: each `rank` of the further columns are a module's, whose sums are multiplied by `scale` where `masks`
+    // keeps them (r being its number), else left out. The columns come after all others then (TileArgs::more_last).
+    static constexpr DropoutMasks masks = {nullptr, 0, 0};
+    static constexpr int rank = 0;
+    static constexpr float scale = 1;
+    // With PARTS `four` gets w = e^(y - from(n)) of the sums y of token n; part() of rows 64 piece .. 64 piece + 63 the
+    // largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is called once,
+    // with the sum of row chosen_row(n).
+    __device__ float from(int /* n */) const { return 0; }
+    __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
+    __device__ int chosen_row(int /* n */) const { return -1; }
+    __device__ void chosen(int /* n */, float /* y */) {}
+    // tile_kernel, hopper_kernel: all threads, first. If true the kernel does nothing.
+    __device__ bool skipped() const { return false; }
+};
+
+template <class Epilogue> // an epilogue's `four`, of `values`
+__device__ __forceinline__ void put_values(Epilogue& epilogue, int n, int r, const float4& y, const float4& second) {
+    epilogue.values(y, second, [&](int k, const float4& v) {
+        const auto to = epilogue.output(k);
+        if (to.at) store_four(to.of(n, r), v);
+    });
+}
+
+template <class T> struct StoreEpilogue : Epilogue { // linear: out = y; in float the head's logits
+    T* out; // (N, ld)
+    size_t ld;
+    static constexpr int OUTPUTS = std::is_same_v<T, bf16>;
+    static constexpr bool ADAPTS = std::is_same_v<T, bf16>;
+    StoreEpilogue(T* out, size_t ld) : out(out), ld(ld) {}
+    BOTH Output<T> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
+    __device__ void one(bool inside, int n, int r, float y, float) { if (inside) store_one(out + n * ld + r, y); }
+    __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + n * ld + r, y); }
+};
+
+struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backward_weight: dW += y
+    static constexpr bool ADDS = true;
+    float* out;            // (N, ld)
+    const float* residual; // (N, ld), may be out
+    size_t ld;
+    AddEpilogue(float* out, const float* residual, size_t ld) : out(out), residual(residual), ld(ld) {}
+    __device__ float old(int n, int r) const { return residual[n * ld + r]; }
+    __device__ float4 old_four(int n, int r) const { return *(const float4*)(residual + n * ld + r); }
+    __device__ void one(bool inside, int n, int r, float y, float old) { if (inside) out[n * ld + r] = old + y; }
+    static constexpr int OUTPUTS = 1;
+    using Four = float4;
+    BOTH Output<float> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4& old, Put put) {
+        put(0, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+    }
+    __device__ void four(int n, int r, const float4& y, const float4& old) { put_values(*this, n, r, y, old); }
+};
+
+// gate and up are rounded as Book I rounds them when it stores them.
+__device__ inline float swiglu(float gate, float up) {
+    const float g = to_acc(round_bf16(gate));
+    return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division is a call)
+}
+struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
+    static constexpr int OUTPUTS = 3;
+    static constexpr bool PAIR = true;
+    bf16* out;     // (N,F)
+    bf16* gate_up; // (N,2F) for the backward pass, or null
+    size_t F;
+    SwigluEpilogue(bf16* out, bf16* gate_up, size_t F) : out(out), gate_up(gate_up), F(F) {}
+    __device__ void one(bool inside, int n, int f, float gate, float up) {
+        if (!inside) return;
+        out[n * F + f] = round_bf16(swiglu(gate, up));
+        if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
+    }
+    BOTH Output<bf16> output(int k) const {
+        if (k == 0) return {out, F};
+        return {gate_up && k == 2 ? gate_up + F : gate_up, 2 * F};
+    }
+    template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
+        put(0, make_float4(swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)));
+        put(1, g), put(2, u);
+    }
+    __device__ void four(int n, int f, const float4& g, const float4& u) { put_values(*this, n, f, g, u); }
+};
+// Epilogue E of up to 16 tokens where W has an adapter, whose h has been computed: s B h is added to each sum before
+// anything is rounded. A thread has an output and all of its row of B: bound by latency.
+inline constexpr int MOST_BESIDE = 192; // columns of B: rank 64 of q, k, v; as far as it was measured faster than tiles
+template <class E> struct BesideAdapter : E {
+    const bf16 *B, *h; // s B (out or, with PAIR, 2 out, width), (N, width)
+    int width, out;
+    BesideAdapter(const E& epilogue, const Linear<bf16>& W)
+        : E(epilogue), B(W.adapter.B), h(W.adapter.h), width((int)W.adapter.width()), out(W.rows[0]) {}
+    __device__ float more(int n, int r) const {
+        float sum = 0;
+        for (int c = 0; c < width; c += 8) { // (ranks are multiples of 8)
+            const uint4 u = *(const uint4*)(B + (size_t)r * width + c), v = *(const uint4*)(h + (size_t)n * width + c);
+            const uint32_t b[4] = {u.x, u.y, u.z, u.w}, x[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int i = 0; i < 4; i++) sum = fmaf(high(b[i]), high(x[i]), fmaf(low(b[i]), low(x[i]), sum));
+        }
+        return sum;
+    }
+    __device__ void one(bool inside, int n, int r, float y, float second) {
+        if (inside) y += more(n, r);
+        if (inside && E::PAIR) second += more(n, out + r);
+        E::one(inside, n, r, y, second);
+    }
+};
+
+// ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
+// Grid: as many blocks as are resident at once, each of 4 to 12 warps. A block takes groups of TILES x 8 rows of W in
+// turn (PAIR: 8 of gate and 8 of up), all of its warps together: `in` is cut into steps of 32, and a warp has p.steps
+// of them. Lane 4 g + t reads row g of each tile, numbers 8 t .. 8 t + 7 of each step, in one load of 16 bytes.
+// In halves these are two b operands of mma, if the a operands hold the same numbers of the tokens (mma_32): a sum does
+// not ask in which order `in` is numbered, as long as both operands agree. So nothing is moved or converted between
+// memory and tensor core. M: the a operand has room for 8 M tokens; fewer cost as much.
+// Afterwards the warps' sums are added in shared memory, one (token, row) a thread, which calls the epilogue.
+// Shared memory: two sets of (warps, TILES, 8 M, 8) sums, used in turn, so that one barrier a group is enough; with
+// NORM what norm_rows needs, and its output (N, in + 8), whose rows begin in different banks.
+// Bound by the memory's speed: each weight is read once, and all of a group's first STREAM_LOADS loads are on their way
+// before any is waited for; those of the next group before the sums of this one are added.
+// A sum's order depends on `in` only: a row of tokens has the same bits whatever N and M are.
+inline constexpr int STREAM_TOKENS = 16, NORM_TOKENS = 4, STREAM_LOADS = 8;
+
+struct StreamArgs {
+    const bf16* x;       // (., in)
+    const int* rows;     // (N) rows of x, or null: the first N
+    const float* stream; // (N,in) with NORM
+    const bf16* norm;    // (in)
+    float eps;
+    const bf16* W;       // (out,in), with PAIR (2 out, in)
+    int N, in, out;
+    int steps = 0;       // of 32 numbers of `in`, a warp: set by launch_stream
+};
+
+// A lane's part of a group's rows: LOADS steps.
+template <int TILES, bool PAIR> struct StreamWeights {
+    static constexpr int LOADS = STREAM_LOADS / TILES, ROWS = PAIR ? 8 : 8 * TILES;
+    uint4 w[LOADS][TILES];
+    // Loads LOADS steps from `step` on; zeros from step `last` on.
+    __device__ __forceinline__ void load(const StreamArgs& p, int group, int step, int last) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int row = min(group * ROWS + (PAIR ? 0 : tile * 8) + g, p.out - 1);
+            const int r = PAIR ? row + tile * p.out : row;
+            const bf16* at = p.W + (size_t)r * p.in + step * 32 + 8 * t;
+            #pragma unroll
+            for (int i = 0; i < LOADS; i++)
+                w[i][tile] = load_stream(at + i * 32, step + i < last && (step + i) * 32 + 8 * t < p.in);
+        }
+    }
+    // sum += W x^T for these steps; token[m]: this lane's rows of x.
+    template <int M>
+    __device__ __forceinline__ void multiply(float (&sum)[TILES][4], const bf16* const (&token)[M], int in,
+                                             int step) const {
+        #pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int k = min((step + i) * 32 + 8 * (int)(threadIdx.x % 4), in - 8); // past the end w is zero
+            uint4 a[2] = {};
+            #pragma unroll
+            for (int m = 0; m < M; m++) a[m] = *(const uint4*)(token[m] + k);
+            #pragma unroll
+            for (int tile = 0; tile < TILES; tile++) mma_32(sum[tile], a[0], a[1], w[i][tile]);
+        }
+    }
+};
+
+// Shared memory of stream_kernel behind its sums, with NORM.
+BOTH inline int stream_norm_pieces(int N, int in) { return (N * ((in + 127) / 128) + 3) / 4 * 4; } // floats
+inline constexpr int STREAM_NORM_PAD = 8; // numbers between two rows
+
+template <int TILES, int M, bool NORM, class Epilogue>
+__global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
+    constexpr int SUMS = TILES * M * 64; // (tile, token, row)
+    extern __shared__ float shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    const int first = warp * p.steps, last = min((p.in + 31) / 32, first + p.steps);
+    StreamWeights<TILES, Epilogue::PAIR> weights;
+    constexpr int ROWS = weights.ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS;
+    int group = blockIdx.x;
+    // Weights may be read before the previous kernels have ended: no kernel of a forward writes them, and the first
+    // one, embed, starts only when all that was launched before it has ended (AdamW in training).
+    weights.load(p, group, first, last);
+    let_next_start();
+    wait_for_previous();
+    epilogue.begin();
+    const bf16* x = p.x;
+    int ld = p.in;
+    if (NORM) {
+        float* pieces = shared + 2 * warps * SUMS;
+        bf16* normed = (bf16*)(pieces + stream_norm_pieces(p.N, p.in));
+        ld = p.in + STREAM_NORM_PAD;
+        norm_rows(PlainRows{normed, ld, p.in}, p.stream, p.norm, pieces, p.N, p.in, p.eps);
+        x = normed;
+    }
+    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last one it computes what nobody keeps
+    #pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int n = min(g + 8 * m, p.N - 1);
+        token[m] = x + (size_t)(!NORM && p.rows ? p.rows[n] : n) * ld;
+    }
+    float* sums = shared;
+    for (; group < groups; group += gridDim.x) {
+        // The first (token, row) that this thread will hand over. A set of sums is (tile, token, row of the tile).
+        const int o0 = threadIdx.x, n0 = o0 / 8 % (8 * M), r0 = group * ROWS + o0 / (64 * M) * 8 + o0 % 8;
+        [[maybe_unused]] float old = 0;
+        if constexpr (Epilogue::ADDS) old = o0 < SUMS && n0 < p.N && r0 < p.out ? epilogue.old(n0, r0) : 0;
+        float sum[TILES][4] = {};
+        for (int step = first; step < last; step += weights.LOADS) {
+            if (step > first) weights.load(p, group, step, last);
+            weights.multiply(sum, token, p.in, step);
+        }
+        if (group + (int)gridDim.x < groups) weights.load(p, group + gridDim.x, first, last);
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            #pragma unroll
+            for (int m = 0; m < M; m++) {
+                float* to = sums + warp * SUMS + ((tile * M + m) * 8 + g) * 8 + 2 * t;
+                *(float2*)to = make_float2(sum[tile][2 * m], sum[tile][2 * m + 1]);
+            }
+        __syncthreads();
+        for (int o = threadIdx.x; o < (Epilogue::PAIR ? SUMS / 2 : SUMS); o += blockDim.x) {
+            const int n = o / 8 % (8 * M), r = group * ROWS + o / (64 * M) * 8 + o % 8;
+            float y = 0, second = 0;
+            #pragma unroll 4
+            for (int v = 0; v < warps; v++) {
+                y += sums[v * SUMS + o];
+                if (Epilogue::PAIR) second += sums[v * SUMS + SUMS / 2 + o];
+            }
+            const bool inside = n < p.N && r < p.out;
+            if constexpr (Epilogue::ADDS) second = o == o0 ? old : inside ? epilogue.old(n, r) : 0;
+            epilogue.one(inside, n, r, y, second);
+        }
+        sums = sums == shared ? shared + warps * SUMS : shared;
+    }
+    epilogue.end(p.N);
+}
+
+template <int TILES, int M, bool NORM, class Epilogue>
+RowsDealt launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
+    constexpr int ROWS = StreamWeights<TILES, Epilogue::PAIR>::ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS, steps = (p.in + 31) / 32;
+    const int warps = std::min(12, std::max(4, steps * TILES / STREAM_LOADS));
+    p.steps = (steps + warps - 1) / warps;
+    const size_t normed = (size_t)p.N * (p.in + STREAM_NORM_PAD);
+    size_t shared = 2 * (size_t)warps * TILES * M * 64 * sizeof(float);
+    if (NORM) shared += stream_norm_pieces(p.N, p.in) * sizeof(float) + normed * sizeof(bf16);
+    const int resident = ctx.gpu->sms * (24 / warps); // at once: 80 registers a thread leave room for 24 warps
+    const int blocks = std::min({groups, resident, Epilogue::MOST_BLOCKS});
+    launch(ctx, stream_kernel<TILES, M, NORM, Epilogue>, blocks, warps * 32, shared, p, epilogue);
+    return {blocks, ROWS};
+}
+template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
+    constexpr bool PAIR = Epilogue::PAIR;
+    if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
+    if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
+    const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; of two tiles it has as many loads
+    if (p.stream) {
+        if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
+    } else if (p.N <= 8) {
+        if (two) return launch_stream<2, 1, false>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, false>(ctx, p, epilogue);
+    }
+    if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
+    if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
+    return {}; // (not reached: PAIR is always two)
+}
+
+// ---- Many tokens. Every product of more than 16 tokens and of the backward pass; of fewer those with dropout, with an
+// adapter of many columns, or with `invariant`.
+// Grid: (tiles, splits). A block owns a tile of the output: S::TOKENS tokens by S::ROWS rows of W (PAIR: half of them
+// of gate, half of up). It walks along `in` in stages of 64 numbers, which cp.async copies to a ring of S::STAGES
+// stages in shared memory while the tensor cores work on an earlier one. Bound by the tensor cores; by the memory if
+// there are few tokens.
+//
+// Layouts. A forward product has `in` along the rows of both operands: x is (N,in), W is (out,in). Of the backward
+// products dx = dy W has `in` down W's columns, W (in,out): W_COLS; and dW = dy^T x down both, x (in,N) also: X_COLS.
+// The tensor core takes such an operand transposed.
+//
+// A stage in shared memory. A row has the 128 bytes of a cache line. `in` along the rows: a row of the operand's 64
+// numbers each. `in` down the columns: 64 neighbouring columns at one i, 64 such rows to a panel, a panel for every 64
+// columns of the tile. A row's eight chunks of 16 bytes are swizzled: chunk c of row r lies in place c ^ r % 8. So
+// ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
+// same order.
+//
+// Ownership. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, in fragments of 16 tokens by eight rows of W, in
+// the layout of mma: lane 4 g + t holds sum[i][j][0 .. 3] of fragment (i, j): rows 2 t and 2 t + 1 of token g, then the
+// same rows of token g + 8. PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same
+// columns of both, two fragments apart.
+//
+// An adapter's h and s B are further columns of x and W: `more` numbers of `in`, in stages of their own, which come
+// first, or last.
+//
+// Splits. If there are too few tiles to fill the GPU, `splits` blocks share a tile, each has a part of the stages, and
+// the last one to arrive adds their sums in order.
+inline constexpr int STAGE_IN = 64; // numbers of `in` in a stage
+
+template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_> struct TileShape {
+    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_, SHARING = 1;
+    static constexpr int WARP_TOKENS = WARP_TOKENS_, WARP_ROWS = WARP_ROWS_;
+    static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32, CONSUMERS = THREADS;
+    static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2; // x, then W
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
+    // Fragments of tokens and of rows that a warp has, and the first token and row of its part.
+    static constexpr int MF = WARP_TOKENS / 16, NF = WARP_ROWS / 8;
+    static constexpr int BAND = 8, UP = 2; // tiles of tokens to a band; from a fragment of gate to that of up
+    __device__ static int warp_token() { return threadIdx.x / 32 % (TOKENS / WARP_TOKENS) * WARP_TOKENS; }
+    __device__ static int warp_row() { return threadIdx.x / 32 / (TOKENS / WARP_TOKENS) * WARP_ROWS; }
+};
+// How many tiles it takes, or pairs of them.
+template <class S> int64_t count_tiles(int N, int rows) {
+    constexpr int TOKENS = S::TOKENS * S::SHARING;
+    return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
+}
+
+struct TileArgs {
+    const bf16 *x, *W;    // (N,in), X_COLS (in,N); (out,in), with PAIR (2 out, in), W_COLS (in,out)
+    int N, in, out;
+    const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more); (out,more), W_COLS (more,out). Not with X_COLS
+    int more = 0;
+    bool more_last = false;
+    int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
+    bool early = false;   // few blocks: those of the next kernel may come beside them from the start
+    int splits = 1;
+    // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
+    int stages = 0;
+    bool apart = false;
+    // Scales of e4m3 operands (see multiply_groups; two e4m3 then count as one number): W's for 128 rows by 128 columns
+    // (., groups), x's for 128 numbers of a token (groups, pitch). Scales past the end may be read.
+    const float *x_scale = nullptr, *W_scale = nullptr;
+    int pitch = 0;
+    float* partial = nullptr;
+    int* arrived = nullptr;
+};
+
+// Which tile and which of its steps (stages of `in`) a block has.
+template <class S, bool PAIR> struct TilePlace {
+    int n0, r0;                  // first token; first row, of gate and up together with PAIR
+    int first_more, past_more;   // steps over the adapter's columns
+    int first, last;             // this block's steps
+    // Tiles are numbered in bands of so many tiles of tokens: blocks that run at the same time share rows of both
+    // operands in the L2 cache.
+    __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
+        const int rows = PAIR ? 2 * p.out : p.out;
+        constexpr int TOKENS = S::TOKENS * S::SHARING;
+        const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + TOKENS - 1) / TOKENS;
+        if (down == 1) n0 = 0, r0 = tile * S::ROWS; // (a division takes as long as a copy from the L2 cache)
+        else {
+            const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
+            const int high = min(S::BAND, down - band * S::BAND);
+            n0 = (band * S::BAND + in_band % high) * TOKENS, r0 = in_band / high * S::ROWS;
+        }
+        if (S::SHARING > 1) n0 += blockIdx.x % 2 * S::TOKENS;
+        const int own = (p.in + STAGE_IN - 1) / STAGE_IN, steps = (p.more + STAGE_IN - 1) / STAGE_IN + own;
+        first_more = p.more_last ? own : 0, past_more = first_more + steps - own;
+        first = 0, last = steps;
+        if (p.splits > 1) first = steps * split / p.splits, last = steps * (split + 1) / p.splits;
+    }
+    // Whether a step is over the adapter's columns; the first number of `in`, or column, of it.
+    __device__ __forceinline__ bool more(int step) const { return step >= first_more && step < past_more; }
+    __device__ __forceinline__ int number(int step) const {
+        return (step < first_more ? step : step < past_more ? step - first_more : step - past_more + first_more) *
+               STAGE_IN;
+    }
+    // This lane's token in rows g + 8 h of fragment i.
+    __device__ __forceinline__ int token(int i, int h) const {
+        return n0 + S::warp_token() + i * 16 + h * 8 + threadIdx.x % 32 / 4;
+    }
+};
+
+// Where in an operand's stage a chunk of 16 bytes lies. With `in` along the rows there are eight chunks, one panel.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t stage, int row, int chunk) {
+    return stage + row * 128 + ((chunk ^ row % 8) << 4);
+}
+__device__ __forceinline__ uint32_t panel_address(uint32_t stage, int row, int chunk) {
+    return chunk_address(stage + chunk / 8 * (STAGE_IN * 128), row, chunk % 8);
+}
+
+// One thread's copies in a stage of an operand: `chunk` of COUNT rows, STEP rows apart, from `row` on.
+template <int ROWS, bool COLS, int THREADS> struct TileCopy {
+    static constexpr int CHUNKS = (COLS ? ROWS : STAGE_IN) / 8, ALL = COLS ? STAGE_IN : ROWS;
+    static constexpr int STEP = THREADS / CHUNKS, COUNT = ALL / STEP;
+    static_assert(STEP % 8 == 0 && COUNT * STEP == ALL && (!COLS || ROWS % 64 == 0), "every thread copies the same");
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+    const uint32_t offset = panel_address(0, row, chunk); // STEP is a multiple of 8: the same swizzle in every row
+};
+
+// Copies stages to shared memory. A chunk past the end of `in`, of the tokens or of the rows becomes zeros.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR> struct TileStages {
+    const TileArgs& p;
+    const TilePlace<S, PAIR>& at;
+    uint32_t shared;
+    TileCopy<S::TOKENS, X_COLS, S::THREADS> cx;
+    TileCopy<S::ROWS, W_COLS, S::THREADS> cw;
+
+    // The source of a step's copy: the adapter's columns or the operand's own, from number i of `in` numbers on.
+    struct Source {
+        const bf16* from;
+        int ld, in, i;
+    };
+    __device__ __forceinline__ Source source(int step, const bf16* own, int ld, const bf16* more, int more_ld) const {
+        const bool extra = at.more(step);
+        return {extra ? more : own, extra ? more_ld : ld, extra ? p.more : p.in, at.number(step)};
+    }
+    __device__ __forceinline__ uint32_t x_stage(int step) const { return shared + step % S::STAGES * S::STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t w_stage(int step) const { return x_stage(step) + S::X_BYTES; }
+
+    // `in` down the columns: 64 rows, of which a thread copies one chunk of columns.
+    template <class Copy>
+    __device__ __forceinline__ void copy_columns(uint32_t stage, const Copy& c, const Source& s, bool wanted, int first,
+                                                 int end) const {
+        const uint32_t to = stage + c.offset;
+        const int i = s.i + c.row, column = first + c.chunk * 8;
+        const bf16* from = s.from + (size_t)i * s.ld + column;
+        #pragma unroll
+        for (int k = 0; k < c.COUNT; k++) {
+            const bool inside = wanted && i + k * c.STEP < s.in && column < end;
+            copy_async(to + k * c.STEP * 128, from + (size_t)k * c.STEP * s.ld, inside);
+        }
+    }
+    __device__ __forceinline__ void copy_x(int step) const {
+        if constexpr (X_COLS) {
+            copy_columns(x_stage(step), cx, {p.x, p.ldx, p.in, step * STAGE_IN}, step < at.last, at.n0, p.N);
+        } else {
+            const Source s = source(step, p.x, p.ldx, p.more_x, p.more);
+            const uint32_t to = x_stage(step) + cx.offset;
+            const int i = s.i + cx.chunk * 8, n = at.n0 + cx.row;
+            const bool inside = step < at.last && i < s.in;
+            const bf16* from = s.from + (size_t)n * s.ld + i;
+            #pragma unroll
+            for (int k = 0; k < cx.COUNT; k++)
+                copy_async(to + k * cx.STEP * 128, from + (size_t)k * cx.STEP * s.ld, inside && n + k * cx.STEP < p.N);
+        }
+    }
+    __device__ __forceinline__ void copy_w(int step) const {
+        const Source s = source(step, p.W, p.ldw, p.more_W, W_COLS ? p.out : p.more);
+        if constexpr (W_COLS) copy_columns(w_stage(step), cw, s, step < at.last, at.r0, p.out);
+        else {
+            const uint32_t to = w_stage(step) + cw.offset;
+            const int i = s.i + cw.chunk * 8;
+            const bool inside = step < at.last && i < s.in;
+            #pragma unroll
+            for (int k = 0; k < cw.COUNT; k++) {
+                const int row = cw.row + k * cw.STEP; // of the tile; r: of W, or of gate or up
+                const int r = PAIR ? at.r0 / 2 + row / 32 * 16 + row % 16 : at.r0 + row;
+                const bf16* from = s.from + i + (size_t)(PAIR && row / 16 % 2 ? p.out + r : r) * s.ld;
+                copy_async(to + k * cw.STEP * 128, from, inside && r < p.out);
+            }
+        }
+    }
+};
+
+// sum += x W^T for one stage, by mma.sync: operands go through registers, 16 numbers of `in` at a time.
+template <class S, bool X_COLS, bool W_COLS>
+__device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage) {
+    const int lane = threadIdx.x % 32, warp_token = S::warp_token(), warp_row = S::warp_row();
+    #pragma unroll
+    for (int k = 0; k < STAGE_IN / 16; k++) {
+        uint32_t a[S::MF][4], b[S::NF / 2][4];
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            const int token = warp_token + i * 16;
+            if constexpr (X_COLS) {
+                const int row = k * 16 + lane % 8 + lane / 16 * 8;
+                ldmatrix_transposed(a[i], panel_address(x_stage, row, token / 8 + lane / 8 % 2));
+            } else {
+                ldmatrix(a[i], chunk_address(x_stage, token + lane % 16, 2 * k + lane / 16));
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < S::NF / 2; j++) {
+            const int row = warp_row + j * 16;
+            if constexpr (W_COLS)
+                ldmatrix_transposed(b[j], panel_address(w_stage, k * 16 + lane % 16, row / 8 + lane / 16));
+            else
+                ldmatrix(b[j], chunk_address(w_stage, row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        }
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++)
+            #pragma unroll
+            for (int j = 0; j < S::NF; j++)
+                mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+    }
+}
+// The main loop: calls multiply(x, w) for the stages of steps from .. to - 1. The copies of the first STAGES - 1 stages
+// are under way.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR, class Multiply>
+__device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to,
+                                           Multiply multiply) {
+    for (int step = from; step < to; step++) {
+        wait_for_copies<S::STAGES - 2>(); // this step's stage, as far as this thread copied it
+        __syncthreads(); // ... as all did; and all are done with the stage before it, whose place the next copies take
+        const int next = step + S::STAGES - 1;
+        if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
+        commit_copies();
+        multiply(stages.x_stage(step), stages.w_stage(step));
+    }
+}
+
+// Epilogue::MASKS: what each of up to three modules keeps of a warp's part of a tile. A quad of lanes shares out the
+// pairs of words (64 rows of a token) that all four need. They come from far, so they are asked for before the tile is
+// multiplied: where they are needed, the compiler asks for each just before its use, and waits.
+template <class S> struct KeptWords {
+    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
+    uint2 pairs[3][EACH];
+    template <class Place>
+    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
+        #pragma unroll
+        for (int module = 0; module < 3; module++)
+            #pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
+                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
+                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
+                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
+            }
+    }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
+        #pragma unroll
+        for (int k = 0; k < EACH; k++)
+            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
+    }
+    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
+    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
+        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
+        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
+        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
+    }
+};
+
+// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
+// at a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own
+// registers. x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight
+// code, and wgmma idles meanwhile: hence few instructions.)
+template <class S, class Epilogue>
+__device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
+                                                 int first, const KeptWords<S>& words, const TileArgs& p,
+                                                 const Epilogue& epilogue) {
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
+    const int last = min(STAGE_IN, p.more - first);
+    int end;
+    #pragma unroll 1
+    for (int begin = 0; begin < last; begin = end) {
+        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
+        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
+        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
+        uint2 pairs[KeptWords<S>::EACH];
+        words.pick(pairs, module);
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            uint32_t a[2][4];
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
+                                             window / 8 + 2 * k + lane / 16));
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int column = window + k * 16 + e / 2 * 8;
+                    if (column < begin || column >= end) a[k][e] = 0;
+                }
+            }
+            #pragma unroll
+            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
+                float part[4][4] = {};
+                uint32_t b[2][2][4];
+                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int two = 0; two < 2; two++) {
+                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
+                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
+                                                           ((chunk % 8 ^ lane % 8) << 4));
+                    }
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
+                            b[k][f / 2][f % 2 * 2 + 1]);
+                #pragma unroll
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
+                                               // anew for every sum)
+                    float& y = sum[i][j + e / 4][e % 4];
+                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
+                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    y = kept[e / 2 % 2] & bit ? more : y;
+                }
+            }
+        }
+    }
+}
+
+// The sums of the blocks that share a tile, in order, for the last one to arrive: true for that one. In `partial` they
+// lie as the threads hold them: (tile, split, fragment, thread, 4).
+template <int THREADS, int M, int N>
+__device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* partial, int* arrived, int tile, int split,
+                                              int splits) {
+    float4* part = (float4*)partial + (size_t)tile * splits * M * N * THREADS + threadIdx.x;
+    float4* mine = part + (size_t)split * M * N * THREADS;
+    #pragma unroll
+    for (int f = 0; f < M * N; f++) {
+        float(&v)[4] = sum[f / N][f % N];
+        mine[f * THREADS] = make_float4(v[0], v[1], v[2], v[3]);
+        v[0] = v[1] = v[2] = v[3] = 0;
+    }
+    if (!last_to_arrive<THREADS>(arrived + tile, splits)) return false;
+    #pragma unroll 1
+    for (int s = 0; s < splits; s++, part += M * N * THREADS)
+        #pragma unroll
+        for (int f = 0; f < M * N; f++) {
+            const float4 other = __ldcg(part + f * THREADS);
+            float(&v)[4] = sum[f / N][f % N];
+            v[0] += other.x, v[1] += other.y, v[2] += other.z, v[3] += other.w;
+        }
+    return true;
+}
+
+// With PARTS, what a lane of a quad, which has whole pieces of 64 rows, makes of its sums of token n, fragment after
+// fragment; `first` is the first row of the warp's part.
+struct WeightSums {
+    int n, first, chosen;
+    float from, right = 0, largest = -1e30f, part = 0;
+    template <class Epilogue>
+    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
+        n = n_, first = first_;
+        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
+        from = n < N ? epilogue.from(n) * LOG2E : 0;
+    }
+    // Four weights, two of fragment j and two of j + 1.
+    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
+        float w[4];
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (j + e / 2) * 8;
+            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
+            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+            right = chosen == row + e % 2 ? y : right;
+        }
+        return make_float4(w[0], w[1], w[2], w[3]);
+    }
+    // The eight fragments from j0 on.
+    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
+        largest = quad_max(largest), part = quad_sum(part);
+        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
+            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+        largest = -1e30f, part = 0;
+    }
+    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
+        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    }
+};
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue) {
+    WeightSums weights;
+    weights.begin(n, first, N, epilogue);
+    #pragma unroll
+    for (int j = 0; j < S::NF; j += 2) {
+        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
+        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+        if (n < N && r < out) epilogue.four(n, r, y, {});
+        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
+    }
+    weights.end(S::NF, epilogue);
+}
+// Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                           Epilogue& epilogue) {
+    if constexpr (Epilogue::PARTS) return finish_weights<S>(sum, h, n, first, N, out, epilogue);
+    constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
+    constexpr int FOURS = S::NF / EACH;
+    const int t = threadIdx.x % 4;
+    const auto row = [&](int i) { return (Epilogue::PAIR ? first / 2 : first) + i * 16 + t / 2 * 4 + t % 2 * 8; };
+    constexpr int AHEAD = Epilogue::ADDS && FOURS > 8 ? FOURS / 2 : FOURS; // asked for before the first is waited for
+    #pragma unroll
+    for (int i0 = 0; i0 < FOURS; i0 += AHEAD) {
+        [[maybe_unused]] float4 old[Epilogue::ADDS ? AHEAD : 1];
+        if constexpr (Epilogue::ADDS)
+            #pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                old[i] = n < N && row(i0 + i) < out ? epilogue.old_four(n, row(i0 + i)) : float4{};
+        #pragma unroll
+        for (int i = i0; i < i0 + AHEAD; i++) {
+            const bool inside = n < N && row(i) < out;
+            const int j = Epilogue::PAIR && S::UP == 2 ? 4 * i : 2 * i;
+            float4 y = four_columns(sum[j], sum[j + 1], h), second = {};
+            if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + S::UP + 1], h);
+            if constexpr (Epilogue::ADDS) second = old[i - i0];
+            if (inside) epilogue.four(n, row(i), y, second);
+        }
+    }
+}
+
+template <class S, bool X_COLS, bool W_COLS, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
+    static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
+    extern __shared__ __align__(128) uint4 memory[]; // no row straddles two lines of 128 bytes
+    if (epilogue.skipped()) return;
+    const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, blockIdx.y);
+    const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared_address(memory), {}, {}};
+
+    // The first stages. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W
+    // may be an activation (dW = dy^T x), which may not.
+    if (!W_COLS)
+        for (int s = 0; s < S::STAGES - 1; s++) stages.copy_w(at.first + s);
+    if (p.early) let_next_start();
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++) {
+        if (W_COLS) stages.copy_w(at.first + s);
+        stages.copy_x(at.first + s);
+        commit_copies(); // (the first of these groups has all of the weights above)
+    }
+    float sum[S::MF][S::NF][4] = {};
+    const auto multiply = [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); };
+    if constexpr (Epilogue::MASKS) {
+        const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
+        walk_steps(stages, at.first, min(at.last, at.first_more), multiply);
+        int step = max(at.first, at.first_more);
+        walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
+            add_masked_stage<S>(sum, x, w, at.number(step++), words, p, epilogue);
+        });
+    } else walk_steps(stages, at.first, at.last, multiply);
+    wait_for_copies<0>();
+    if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
+
+    if (p.splits > 1 && !reduce_splits<S::THREADS>(sum, p.partial, p.arrived, blockIdx.x, blockIdx.y, p.splits)) return;
+    const int first = at.r0 + S::warp_row();
+    #pragma unroll
+    for (int i = 0; i < S::MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = at.token(i, h);
+            finish_row<S>(sum[i], h, n, first, p.N, p.out, epilogue);
+        }
+}
+
+// Whether the scratch has room for the sums of so many splits.
+template <class S> bool splits_fit(int64_t tiles, int splits) {
+    return tiles <= MAX_TILES && tiles * splits * S::TOKENS * S::ROWS * 4 <= (int64_t)PARTIAL_BYTES;
+}
+
+// A product that is to be launched in tiles: what it left open is filled in. Its number of tiles.
+template <class S, bool X_COLS, bool W_COLS, class Epilogue> int plan_tiles(Context& ctx, TileArgs& p) {
+    const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
+    const int64_t tiles = count_tiles<S>(p.N, rows);
+    if (!p.ldx) p.ldx = X_COLS ? p.N : p.in;
+    if (!p.ldw) p.ldw = W_COLS ? p.out : p.in;
+    // A chunk of 16 bytes is inside or past the end as a whole.
+    bool eights = p.out % 8 == 0 && p.more % 8 == 0 && p.ldx % 8 == 0 && p.ldw % 8 == 0;
+    eights &= X_COLS ? p.N % 8 == 0 : p.in % 8 == 0;
+    if (!eights || p.N < 1 || p.in < 1 || p.out < 1)
+        DIE("a product of (%d,%d) and (%d,%d): the GPU's kernels take multiples of 8", p.N, p.in, p.out, p.in);
+    if (X_COLS && p.more) DIE("a product whose x lies in columns takes no further columns of an adapter");
+    if (tiles > INT_MAX) DIE("a product of %d tokens and %d rows has too many tiles", p.N, rows);
+    if (p.splits < 1 || (p.splits > 1 && !splits_fit<S>(tiles, p.splits)))
+        DIE("a product of %lld tiles in %d splits has more sums than there is scratch", (long long)tiles, p.splits);
+    p.partial = ctx.gpu->partial, p.arrived = ctx.gpu->arrived;
+    return (int)tiles;
+}
+template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p);
+    const dim3 grid(tiles, p.splits);
+    launch(ctx, tile_kernel<S, X_COLS, W_COLS, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
+}
+
+// ---- The choice of a tile
+using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
+
+// The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
+// multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
+// sweep); what matters is their proportion. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
+// multiprocessor, and `full` if that has many.
+struct TilePlan {
+    int shape = 0, splits = 1;
+    double least = 1e30;
+    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
+        for (int s = 1; s <= 12; s++) {
+            if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
+            const double blocks = (double)((tiles * s + ctx.gpu->sms - 1) / ctx.gpu->sms); // of the busiest
+            double time = 1 + std::max(alone, blocks * full) * in / 1024 / s;
+            if (s > 1) time += 0.85 + s * (0.22 + 0.93 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 5.5e6;
+            if (time < least) shape = index, splits = s, least = time;
+        }
+    }
+    // With X_COLS tiles of 32 tokens are not to be had; of many tokens they were never the best.
+    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
+        if (ctx.invariant) return;
+        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
+        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
+        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
+    }
+};
+template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    if (Optional::tiles<X_COLS, W_COLS>(ctx, p, epilogue)) return;
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
+    p.splits = plan.splits;
+    switch (plan.shape) {
+        case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
+    }
+    DIE("no tile of shape %d for this product", plan.shape);
+}
+
+// ---- The adapters' own kernels. A's rows pass them in groups of 32, so that one pass over x serves up to three
+// modules (q, k, v; gate, up) of rank 32. What they need to know:
+struct LoraArgs {
+    const bf16* A; // (m * rank, in)
+    int N, in, rank, modules, module[3];
+    bool dropping;
+    float scale = 1; // 1 / (1 - p)
+    Dropout dropout = {};
+    PhiloxKeys keys = PhiloxKeys(0); // (as arguments they cost nothing; adding them up is a quarter of a mask's work)
+    DropoutMasks kept;
+    LoraArgs(const Linear<bf16>& W, int N)
+        : A(W.adapter.A), N(N), in(W.in), rank(W.adapter.rank), modules(W.adapter.modules),
+          dropping(W.adapter.dropout), kept{W.adapter.kept, (W.in + 63) / 64, N} {
+        if (in % 8 || rank % 8) DIE("an adapter of rank %d on %d columns: the GPU takes multiples of 8", rank, in);
+        for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
+        if (!dropping) return;
+        if (!kept.words) DIE("dropout on a GPU needs room for what it keeps");
+        dropout = *W.adapter.dropout, keys = PhiloxKeys(dropout.seed), scale = 1 / (1 - dropout.p);
+    }
+    BOTH int width() const { return modules * rank; }
+    BOTH int each() const { return (rank + 31) / 32; } // groups of a module
+    BOTH int groups() const { return modules * each(); }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ int name(int j) const { return j == 0 ? module[0] : j == 1 ? module[1] : module[2]; }
+    __device__ int module_of(int group) const { return group / each(); }
+    __device__ int first_row(int group) const { return group % each() * 32; } // of its module's
+};
+
+// The top bits of four bytes, each eight times. `which`: in hexadecimal, from the last digit on, 8 + the number of a
+// byte of a (0 .. 3) or b (4 .. 7).
+__device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t which) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));
+    return y;
+}
+
+// Calls launch(std::integral_constant<int, G>()): G groups of 32 of an adapter's rows pass a block at once.
+template <class Launch> void in_groups(int groups, Launch launch) {
+    if (groups == 1) return launch(std::integral_constant<int, 1>());
+    if (groups == 2) return launch(std::integral_constant<int, 2>());
+    launch(std::integral_constant<int, 3>());
+}
+
+#if COMPILED(PART_TEXT)
+// lora_down of few tokens, without dropout. Grid: (tokens / 32, groups), 8 warps. A block owns 32 tokens by 32 rows of
+// one module's A. Its warps take steps of 32 of `in` in turn; a lane reads its operands straight from memory, as in
+// stream_kernel: eight numbers each of four tokens and of four rows. The warps' sums are added in shared memory, four a
+// thread. Bound by the latency of the loads.
+__global__ void __launch_bounds__(256, 2) lora_down_few_kernel(bf16* h, const bf16* x, LoraArgs p) {
+    __shared__ float sums[8][32][32]; // (warp, token, row)
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * 32, j = p.module_of(blockIdx.y), r0 = p.first_row(blockIdx.y);
+    wait_for_previous();
+    float sum[4][2][4] = {};
+    for (int i = warp * 32 + 8 * t; i < (p.in + 31) / 32 * 32; i += 256) {
+        uint4 a[4], b[4];
+        #pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const int n = n0 + m * 8 + g;
+            a[m] = n < p.N && i < p.in ? *(const uint4*)(x + (size_t)n * p.in + i) : uint4{};
+        }
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int r = r0 + c * 8 + g;
+            b[c] = r < p.rank && i < p.in ? *(const uint4*)(p.A + (size_t)(j * p.rank + r) * p.in + i) : uint4{};
+        }
+        #pragma unroll
+        for (int c = 0; c < 4; c++)
+            #pragma unroll
+            for (int m = 0; m < 2; m++) mma_32(sum[c][m], a[2 * m], a[2 * m + 1], b[c]);
+    }
+    let_next_start();
+    #pragma unroll
+    for (int c = 0; c < 4; c++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) { // token e * 8 + g
+            const float* v = &sum[c][e / 2][e % 2 * 2];
+            *(float2*)&sums[warp][e * 8 + g][c * 8 + 2 * t] = make_float2(v[0], v[1]);
+        }
+    __syncthreads();
+    const int n = threadIdx.x / 8, r = threadIdx.x % 8 * 4;
+    float4 all = {};
+    for (int w = 0; w < 8; w++) {
+        const float4 v = *(const float4*)&sums[w][n][r];
+        all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+    }
+    if (n0 + n < p.N && r0 + r < p.rank)
+        store_four(h + (size_t)(n0 + n) * p.width() + j * p.rank + r0 + r, all);
+}
+
+// rmsnorm of many tokens, and what dropout keeps of it for each module: it makes the masks while it waits for memory.
+__global__ void __launch_bounds__(256) rmsnorm_masks_kernel(bf16* out, const float* x, const bf16* w, float eps,
+                                                            const __grid_constant__ LoraArgs p) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n >= p.N) return;
+    const uint32_t name = p.dropout.token[n];
+    norm_row(out + (size_t)n * p.in, x + (size_t)n * p.in, w, p.in, eps, [&] {
+        for (int j = 0; j < p.modules; j++)
+            for (int k = threadIdx.x % 32; k < 2 * p.kept.sixty_fours; k += 32) {
+                uint32_t kept = 0;
+                #pragma unroll
+                for (int c = 0; c < 4; c++)
+                    kept |= dropout_mask(p.dropout, p.keys, name, p.name(j), k * 4 + c) << 8 * c;
+                p.kept.at(j, k / 2, n)[k % 2] = kept;
+            }
+    });
+}
+
+void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N) {
+    launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, out, x, w, eps, p);
+}
+
+// lora_down: h_j = drop_j(x) A_j^T, and what was kept, unless that is MADE. Grid: (tokens / 64, groups / GROUPS), 8 or
+// 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp
+// owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane makes half of a
+// token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
+// memory.
+// Bound by making the masks (Philox), without that by the memory's speed.
+template <int GROUPS> struct LoraDownShape {
+    static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
+    static constexpr int THREADS = PANELS * 128;
+    static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
+};
+template <int GROUPS, bool MADE>
+__global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
+lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
+    using S = LoraDownShape<GROUPS>;
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * S::TOKENS, first = blockIdx.y * GROUPS, panel = warp / 4, token = warp % 4 * 16;
+    const auto copy = [&](int step) {
+        const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8; // (each panel's own threads copy it)
+        const uint32_t to = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL;
+        const int i = (step * S::PANELS + panel) * 64 + chunk * 8;
+        #pragma unroll
+        for (int k = 0; k < S::TOKENS; k += 16) {
+            const int n = n0 + row + k;
+            copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
+        }
+        #pragma unroll
+        for (int k = 0; k < GROUPS * 32; k += 16) {
+            const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
+            copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
+                       i < p.in && j < p.modules && r < p.rank);
+        }
+        commit_copies();
+    };
+    const int steps = (p.in + 64 * S::PANELS - 1) / (64 * S::PANELS);
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++)
+        if (s < steps) copy(s);
+        else commit_copies();
+    const int mine = n0 + token + lane % 16; // the token of whose masks this lane makes a half
+    const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
+    uint32_t made[GROUPS]; // a step ahead
+    const auto load_made = [&](int step) {
+        const int i64 = step * S::PANELS + panel;
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k);
+            made[k] = j < p.modules && mine < p.N && i64 < p.kept.sixty_fours ? p.kept.at(j, i64, mine)[lane / 16] : 0;
+        }
+    };
+    if (MADE) load_made(0);
+    float sum[GROUPS][4][4] = {};
+    for (int step = 0; step < steps; step++) {
+        const int i64 = step * S::PANELS + panel;
+        uint32_t kept[GROUPS];
+        #pragma unroll
+        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = made[k];
+        if (MADE) load_made(step + 1);
+        #pragma unroll
+        for (int k = 0; k < GROUPS && !MADE; k++) {
+            const int j = p.module_of(first + k);
+            kept[k] = ~0u;
+            if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
+            else if (p.dropping && j < p.modules) {
+                kept[k] = 0;
+                #pragma unroll
+                for (int c = 0; c < 4; c++)
+                    kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + lane / 16 * 4 + c)
+                               << 8 * c;
+                if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
+            }
+        }
+        wait_for_copies<S::STAGES - 2>();
+        __syncthreads();
+        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
+        else commit_copies();
+        const uint32_t x_at = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL, A_at = x_at + S::X_PANEL;
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++)
+                #pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
+                    even[k][e] = word << 7, odd[k][e] = word << 6;
+                }
+            #pragma unroll
+            for (int e = 0; e < 2; e++) { // 16 numbers of `in`
+                const int c = (half * 2 + e) * 2;
+                uint32_t a[4], b[2][4];
+                ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
+                #pragma unroll
+                for (int k = 0; k < GROUPS; k++) {
+                    #pragma unroll
+                    for (int f = 0; f < 2; f++)
+                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8,
+                                                     c + lane / 8 % 2));
+                    uint32_t y[4];
+                    #pragma unroll
+                    for (int q = 0; q < 4; q++)
+                        y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+    let_next_start();
+    wait_for_copies<0>();
+    __syncthreads(); // the ring is free
+    float4* sums = (float4*)memory + threadIdx.x % 128; // (panel - 1, fragment, thread)
+    #pragma unroll
+    for (int i = 0; i < GROUPS * 4 && panel; i++) {
+        const float(&v)[4] = sum[i / 4][i % 4];
+        sums[((panel - 1) * GROUPS * 4 + i) * 128] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int i = 0; i < GROUPS * 4 && !panel; i++) {
+        float(&v)[4] = sum[i / 4][i % 4];
+        #pragma unroll
+        for (int other = 0; other < S::PANELS - 1; other++) {
+            const float4 y = sums[(other * GROUPS * 4 + i) * 128];
+            v[0] += y.x, v[1] += y.y, v[2] += y.z, v[3] += y.w;
+        }
+        const int j = p.module_of(first + i / 4), r = p.first_row(first + i / 4) + i % 4 * 8 + 2 * t;
+        const int n = n0 + token + g;
+        uint32_t* to = (uint32_t*)(h + (size_t)n * p.width() + j * p.rank + r);
+        if (j >= p.modules || r >= p.rank) continue;
+        if (n < p.N) *to = pack(v[0] * p.scale, v[1] * p.scale);
+        if (n + 8 < p.N) to[4 * p.width()] = pack(v[2] * p.scale, v[3] * p.scale);
+    }
+}
+
+// h, with dropout or of more than 16 tokens (or as product_gpu says).
+void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made) {
+    const LoraArgs p(W, N);
+    if (!p.dropping && N < 64 * ctx.gpu->sms)
+        return launch(ctx, lora_down_few_kernel, dim3((N + 31) / 32, p.groups()), 256, 0, h, x, p);
+    in_groups(p.groups(), [&](auto groups) {
+        using S = LoraDownShape<groups>;
+        const dim3 grid((N + S::TOKENS - 1) / S::TOKENS, (p.groups() + groups - 1) / groups);
+        const auto kernel = made ? lora_down_kernel<groups, true> : lora_down_kernel<groups, false>;
+        launch(ctx, kernel, grid, S::THREADS, S::SHARED, h, x, p);
+    });
+}
+#endif
+
+// ---- The product that suits the number of tokens. x W^T: an adapter's h and s B are further columns of x and W; of up to
+// 16 tokens the epilogue adds them (but see there). made: its masks are.
+void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
+template <class Epilogue>
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
+    const int out = Epilogue::PAIR ? W.rows[0] : W.out();
+    const Adapter<bf16>& a = W.adapter;
+    if (N <= STREAM_TOKENS && !ctx.invariant) {
+        const auto few = [&](auto e) {
+            if (!Optional::few(ctx, e, x, nullptr, W, N).blocks)
+                stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, e);
+        };
+        if (!a.rank) return few(epilogue);
+        if constexpr (Epilogue::ADAPTS)
+            if (!a.dropout && (int)a.width() <= MOST_BESIDE) {
+                const StreamArgs down = {x, nullptr, nullptr, nullptr, 0, a.A, N, W.in, (int)a.width()};
+                stream_product(ctx, down, StoreEpilogue<bf16>(a.h, a.width()));
+                return few(BesideAdapter<Epilogue>(epilogue, W));
+            }
+    }
+    if (Optional::many(ctx, epilogue, x, W, N)) return;
+    Optional::weights(ctx, W, [&](const bf16* weights) {
+        TileArgs p = {x, weights, N, W.in, out};
+        p.early = N <= 128;
+        if (a.rank) {
+            lora_down_gpu(ctx, a.h, x, W, N, made);
+            p.more_x = a.h, p.more_W = a.B, p.more = (int)a.width();
+        }
+        tile_product(ctx, p, epilogue);
+    });
+}
+// The same of rmsnorm(stream). `normed` (N,in) holds that where the product does not make it for itself, or rounds it.
+template <class Epilogue>
+void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
+                      const Linear<bf16>& W, int N, float eps) {
+    ctx.gpu->ahead = {};
+    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
+        if (Optional::norm_many(ctx, epilogue, stream, norm, W, N, eps)) return;
+        const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
+        if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
+        else rmsnorm_masks_gpu(ctx, normed, stream, norm, eps, LoraArgs(W, N), N);
+        return product_gpu(ctx, epilogue, normed, W, N, made);
+    }
+    const int out = Epilogue::PAIR ? W.rows[0] : W.out();
+    stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, out}, epilogue);
+}
+
+// ---- The products of Book I, launched.
+#if COMPILED(PART_LINEAR)
+void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), x, W, N);
+}
+void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
+                     int N, float eps) {
+    norm_product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), normed, x, w, W, N, eps);
+}
+#endif
+#if COMPILED(PART_LINEAR_ADD)
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N);
+}
+#endif
+#if COMPILED(PART_SWIGLU)
+void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+                            const Linear<bf16>& W, int N, float eps) {
+    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps);
+}
+#endif
+#if COMPILED(PART_HEAD)
+void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
+    pick_rows_gpu(ctx, picked, x, rows, R, W.in);
+    const StoreEpilogue<float> epilogue(logits, W.out());
+    if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
+        return product_gpu(ctx, epilogue, picked, W, R);
+    const bf16* of = picked;
+    if (Optional::many(ctx, epilogue, of, W, R)) return;
+    Optional::parts(ctx, W, false, [&](int first, int count, const bf16* weights) {
+        tile_product(ctx, {picked, weights, R, W.in, count}, StoreEpilogue<float>(logits + first, W.out()));
+    });
+}
+#endif
+#if COMPILED(PART_WEIGHT)
+// dW of training, and X^T X of GPTQ (model/quantize.h).
+void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
+                                int in) {
+    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
+    p.ldx = transposed.ldw = (int)ld;
+    if (!Optional::weight_gradient(ctx, dW, p, transposed)) tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
+}
+#endif
 #endif // __CUDACC__
 #endif // QWEN3_CU
 

@@ -1,61 +1,6 @@
-// gpu/draw.h: draws of tokens on a GPU: what is drawn and where it goes, for host code and kernels.
+// gpu/draw.h: keys of logits, and where a drawn token goes.
 #pragma once
 #include "qwen3.cu"
-
-struct Draw {
-    Sampling how;
-    int exist; // only ids below may be drawn
-};
-
-// Where draws go, and the batch of the next step.
-struct DrawState {
-    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
-    const int *seq, *pages;  // (R), (., max_pages)
-    int max_pages;
-    uint32_t* seen;          // (sequences, V) or null
-    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
-    int ring_size;
-    int* last;               // (sequences) what was drawn last, or null
-};
-
-// How a product's rows were dealt: `rows` neighbours at a time to its blocks in turn, the first ones to block `shift`.
-// blocks 0: they were not.
-struct RowsDealt {
-    int blocks = 0, rows = 0, shift = 0;
-};
-
-// The likeliest id of each of the head's blocks: there is room for so many of them.
-inline constexpr int BEST_BLOCKS = 1024;
-// Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
-inline constexpr int DRAW_GROUPS = 256;
-
-// ---- Launchers
-// The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
-// `best`. Returns how rows of W were dealt to blocks.
-RowsDealt draw_head_gpu(Context& ctx,
-                        float* logits,            // (R,V) out
-                        const Draw* draw,         // (R)
-                        const uint32_t* seen,     // (R,V), or null: no penalties
-                        unsigned long long* best, // (R, BEST_BLOCKS) out
-                        const bf16* x,            // (., C)
-                        const int* rows,          // (R)
-                        const Linear<bf16>& W, int R);
-// Book I's `sample`, and the next step's batch. early: it may start before the kernel ahead has ended.
-void sample_gpu(Context& ctx, bool early,
-                const float* logits,            // (R,V)
-                size_t V,
-                const Draw* draws,              // (R)
-                const unsigned long long* best, // (R, BEST_BLOCKS) of draw_head_gpu, or null
-                const RowsDealt& dealt,         // ... which returned it
-                const DrawState& state, int R);
-// Book I's `likeliest`.
-void likeliest_gpu(Context& ctx,
-                   Likeliest* out,      // (R)
-                   const float* logits, // (R,V)
-                   size_t V, int exist,
-                   const int* seq,      // (R) -1: a spare row
-                   const int* wanted,   // by seq: how many ids; -1: the row is left alone
-                   int R);
 
 #ifdef __device__ // nvcc, or emulation on a CPU
 // A larger key is likelier: the logit, then the lower id.

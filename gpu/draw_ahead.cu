@@ -1,6 +1,6 @@
 // gpu/draw_ahead.cu: the draws of a session on a GPU, a graph a step.
+#include "qwen3.cu"
 #include "gpu/draw_ahead.h"
-#include "gpu/ops.h"
 
 std::shared_ptr<DrawsAhead> gpu_draws(Session<bf16>& session) { return std::make_shared<GpuDraws>(session); }
 

@@ -1,7 +1,6 @@
 // gpu/draw_epilogue.h: the head's product for draws: penalties, and each block's likeliest id.
 #pragma once
 #include "gpu/draw.h"
-#include "gpu/products/stream.h"
 #include "qwen3.cu"
 
 // The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for

@@ -2,7 +2,6 @@
 #include "gpu/draw.h"
 #include "gpu/draw_epilogue.h"
 #include "gpu/packed/few.h"
-#include "gpu/products/stream.h"
 #include "qwen3.cu"
 
 RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uint32_t* seen, unsigned long long* best,

@@ -1,5 +1,6 @@
 // gpu/gpu.h: every header of Book II, for sources that instantiate its templates.
 #pragma once
+#include "qwen3.cu"
 #include "gpu/attention/decode.h"
 #include "gpu/attention/hopper.h"
 #include "gpu/attention/prompt.h"
@@ -12,9 +13,8 @@
 #include "gpu/device.h"
 #include "gpu/draw_ahead.h"
 #include "gpu/draw_epilogue.h"
-#include "gpu/ops.h"
 #include "gpu/packed/unpack.h"
-#include "gpu/products/product.h"
+#include "gpu/optional.h"
 #include "gpu/step/formats.h"
 #include "gpu/step/step.h"
 #include "gpu/upload.h"

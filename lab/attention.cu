@@ -14,7 +14,6 @@
 // larger share, some 110 TFLOP/s; and 90% of 950 GB/s at step 5.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: two steps are the program's own kernels
 #include "gpu/device.h"
-#include "gpu/ops.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"

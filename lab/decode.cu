@@ -14,7 +14,6 @@
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
 #include "gpu/device.h"
 #include "gpu/draw.h"
-#include "gpu/ops.h"
 #include "gpu/step/road.h"
 #include "cpu/step_ceilings.h"
 #include "qwen3.cu"

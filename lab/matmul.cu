@@ -10,7 +10,6 @@
 // way to read less: from memory, from the caches, then from shared memory.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
 #include "gpu/device.h"
-#include "gpu/ops.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"

@@ -2,7 +2,6 @@
 #include "gpu/attention/decode.h"
 #include "gpu/attention/prompt.h"
 #include "gpu/attention/widen.h"
-#include "gpu/ops.h"
 #include "gpu/packed/packed.h"
 #include "qwen3.cu"
 

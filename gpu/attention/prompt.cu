@@ -1,7 +1,6 @@
 // gpu/attention/prompt.cu: attention of several tokens a sequence.
 #include "gpu/attention/hopper.h"
 #include "gpu/attention/prompt.h"
-#include "gpu/ops.h"
 #include "qwen3.cu"
 
 __global__ void __launch_bounds__(HopperAttention::THREADS, 1)

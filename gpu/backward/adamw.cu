@@ -1,5 +1,4 @@
 // gpu/backward/adamw.cu: grad_norm and adamw.
-#include "gpu/ops.h"
 #include "qwen3.cu"
 
 // ---- grad_norm. A block a piece of NORM_PIECE numbers; then one block adds the pieces.

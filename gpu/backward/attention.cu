@@ -1,7 +1,6 @@
 // gpu/backward/attention.cu: attention_backward and attend_backward.
 #include "gpu/backward/attention.h"
 #include "gpu/backward/hopper.h"
-#include "gpu/ops.h"
 #include "qwen3.cu"
 
 __global__ void __launch_bounds__(HopperBackward::THREADS, 1)

@@ -1,5 +1,4 @@
 // gpu/backward/embed.cu: embed_backward.
-#include "gpu/ops.h"
 #include "qwen3.cu"
 
 // ---- embed_backward. A block a token; the first one with its id adds up all that have it, in order.

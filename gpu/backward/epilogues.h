@@ -1,7 +1,5 @@
 // gpu/backward/epilogues.h: what becomes of the sums of the backward pass's products.
 #pragma once
-#include "gpu/products/epilogues.h"
-#include "gpu/products/lora.h"
 #include "qwen3.cu"
 
 // ========================================================================================================== 2 Products

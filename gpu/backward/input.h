@@ -1,7 +1,6 @@
 // gpu/backward/input.h: dx of a product and of its adapter.
 #pragma once
 #include "gpu/packed/packed.h"
-#include "gpu/products/lora.h"
 #include "gpu/products/plans.h"
 #include "qwen3.cu"
 

@@ -1,7 +1,6 @@
 // gpu/backward/linear.cu: linear_backward_input.
 #include "gpu/backward/epilogues.h"
 #include "gpu/backward/input.h"
-#include "gpu/ops.h"
 #include "qwen3.cu"
 
 void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy,

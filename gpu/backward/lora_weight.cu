@@ -1,7 +1,4 @@
 // gpu/backward/lora_weight.cu: lora_backward_weight.
-#include "gpu/ops.h"
-#include "gpu/products/lora.h"
-#include "gpu/products/tiles.h"
 #include "qwen3.cu"
 
 // lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the

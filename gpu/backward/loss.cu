@@ -1,6 +1,5 @@
 // gpu/backward/loss.cu: the head, its losses and their gradients.
 #include "gpu/backward/epilogues.h"
-#include "gpu/ops.h"
 #include "gpu/packed/packed.h"
 #include "gpu/products/plans.h"
 #include "qwen3.cu"

@@ -1,7 +1,6 @@
 // gpu/backward/swiglu.cu: linear_backward_swiglu.
 #include "gpu/backward/epilogues.h"
 #include "gpu/backward/input.h"
-#include "gpu/ops.h"
 #include "qwen3.cu"
 
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,

@@ -1,6 +1,5 @@
 // gpu/packed/few.h: products of up to 16 tokens with packed weights.
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/packed/formats.h"
 #include "qwen3.cu"
 
@@ -125,7 +124,6 @@ __global__ void __launch_bounds__(256, 2) packed_kernel(PackedArgs p, Epilogue e
 }
 
 #ifdef __CUDACC__
-#include "gpu/products/stream.h"
 template <class F, int TILES, int M, class Epilogue>
 RowsDealt launch_packed(Context& ctx, PackedArgs p, Epilogue epilogue) {
     using Weights = PackedWeights<F, TILES, Epilogue::PAIR>;

@@ -1,16 +1,11 @@
-// gpu/products/weight.cu: linear_backward_weight.
-#include "gpu/ops.h"
-#include "gpu/products/plans.h"
-#include "qwen3.cu"
+// gpu/products/weight.cu: compiles linear_backward_weight of qwen3.cu, section 10, with the optional kernels.
+#define QWEN3_PART PART_WEIGHT
+#include "gpu/optional.h"
 
-// dW of training, and X^T X of GPTQ (model/quantize.h). Of some shapes the transposed product has fewer waves
-// of tiles.
-void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N,
-                                       int out, int in) {
-    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
-    p.ldx = transposed.ldw = (int)ld;
-    const auto time = [&](int out, int in) { return HopperPlan(ctx, MOST_SPLITS, out, in, N, false).least; };
-    if (ctx.gpu->hopper && !ctx.invariant && time(in, out) < time(out, in))
-        return hopper_product<true, true>(ctx, transposed, AddTransposedEpilogue(dW, in));
-    tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
+// Of some shapes the transposed product has fewer waves of tiles.
+bool Optional::weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed) {
+    const auto time = [&](const TileArgs& q) { return HopperPlan(ctx, MOST_SPLITS, q.N, q.out, q.in, false).least; };
+    if (!ctx.gpu->hopper || ctx.invariant || !(time(transposed) < time(p))) return false;
+    hopper_product<true, true>(ctx, transposed, AddTransposedEpilogue(dW, transposed.N));
+    return true;
 }

@@ -1,5 +1,4 @@
 // gpu/step/road.cu: what the host does for one kernel a token: chooses it, packs weights, launches steps.
-#include "gpu/ops.h"
 #include "gpu/step/formats.h"
 #include "gpu/step/road.h"
 #include "qwen3.cu"

@@ -1,10 +1,9 @@
 // gpu_step.cu: an engine's steps on a GPU.
+#include "qwen3.cu"
 #include "server/engine/gpu_step.h"
 #ifdef QWEN3_GPU
 #include "gpu/draw.h"
-#include "gpu/ops.h"
 #include "gpu/packed/formats.h"
-#include "gpu/products/stream.h"
 #include "gpu/step/road.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"

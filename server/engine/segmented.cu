@@ -1,8 +1,8 @@
 // segmented.cu: launches the kernels of segmented.h, and the products that add their sums.
+#include "qwen3.cu"
 #include "server/engine/row_products.h"
 #ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#include "gpu/products/product.h"
+#include "gpu/optional.h"
 #include "server/engine/segmented.h"
 
 namespace server {

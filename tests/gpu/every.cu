@@ -1,6 +1,7 @@
 // Every kernel of the programs and of the trainer's suite in one translation unit, for `make cuda-check`.
 #define QWEN3_LIBRARY
-#include "qwen3.cu"
+#define QWEN3_EVERY_PART
+#include "gpu/optional.h"
 #include "gpu/attention/attend.cu"
 #include "gpu/attention/decode.cu"
 #include "gpu/attention/prompt.cu"
@@ -19,11 +20,6 @@
 #include "gpu/draw_head.cu"
 #include "gpu/draws.cu"
 #include "gpu/packed/unpack.cu"
-#include "gpu/products/head.cu"
-#include "gpu/products/linear.cu"
-#include "gpu/products/linear_add.cu"
-#include "gpu/products/lora.cu"
-#include "gpu/products/swiglu.cu"
 #include "gpu/products/weight.cu"
 #include "gpu/step/road.cu"
 #include "gpu/step/shapes_bf16.cu"
