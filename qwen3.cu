@@ -1188,8 +1188,12 @@ int splits_for_graph(int position, int context);
 QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #endif
 
-#ifdef __CUDACC__
 // ###################################################### Book II ######################################################
+// Kernels and launchers. Suites compile some of the kernels for a CPU, too, and run them there (tests/emulate).
+#if defined(__CUDACC__) || defined(QWEN3_EMULATED)
+#define QWEN3_KERNELS
+#endif
+#ifdef __CUDACC__
 
 // Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those that
 // have no optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they compile at
@@ -1250,7 +1254,9 @@ inline constexpr int MAX_TILES = 4096;
 #else
 #define BLOCKS_OF_1024 1
 #endif
-#define GPU_UNROLL _Pragma("unroll") // where suites compile a header for a CPU too (tests/emulate)
+// Where suites compile kernels for a CPU, too:
+#define GPU_UNROLL _Pragma("unroll")
+#define SHARED_FLOATS(name) extern __shared__ __align__(16) float name[]
 
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
 // kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
@@ -1370,6 +1376,13 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
+}
+
+// a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
+__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
 }
 
 // x is made before what follows: a product that all lanes have to compute does not move behind a branch of some.
@@ -1658,7 +1671,125 @@ void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, 
 }
 #endif
 
-#include "gpu/norm_rope.h" // ---- qknorm_rope_kv
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+// ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
+// head[i + D/2] for i = P l .. P l + P - 1.
+template <int P> struct WarpAngles { // of those planes
+    struct alignas(8 * P) Stored { float x[2 * P]; } both;
+    __device__ explicit WarpAngles(const float* angles) : both(((const Stored*)angles)[threadIdx.x % 32]) {}
+    __device__ float cosine(int p) const { return both.x[2 * p]; }
+    __device__ float sine(int p) const { return both.x[2 * p + 1]; }
+};
+template <int D> struct WarpHead {
+    static constexpr int P = D / 64;
+    float u[P], v[P];
+
+    struct alignas(2 * P) Stored { bf16 x[P]; }; // (what a lane has lies together: one access)
+    __device__ void load(const bf16* head) {
+        const Stored a = ((const Stored*)head)[threadIdx.x % 32], b = ((const Stored*)head)[threadIdx.x % 32 + 32];
+        for (int p = 0; p < P; p++) u[p] = to_acc(a.x[p]), v[p] = to_acc(b.x[p]);
+    }
+    __device__ void store(bf16* head) const {
+        Stored a, b;
+        for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
+        ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
+    }
+    // `weights` have been loaded as a head is.
+    __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
+        float squares = 0;
+        for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
+        const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
+        for (int p = 0; p < P; p++) {
+            const float a = u[p] * scale * weights.u[p], b = v[p] * scale * weights.v[p];
+            u[p] = a * angle.cosine(p) - b * angle.sine(p), v[p] = b * angle.cosine(p) + a * angle.sine(p);
+        }
+    }
+};
+
+// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, moved to bf16's places, are the number times 2^-120,
+// subnormals too. Two of `word`: `bytes` names theirs, as __byte_perm wants it. And eight neighbours.
+__device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
+    const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
+    return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
+}
+__device__ inline uint4 widen_e4m3(const uint2& v) {
+    return {widen_e4m3(v.x, 0x1404), widen_e4m3(v.x, 0x3424), widen_e4m3(v.y, 0x1404), widen_e4m3(v.y, 0x3424)};
+}
+// The rows of a page and head in a layer's FP8 cache (KVRow).
+template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
+    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
+}
+// A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
+template <int D> struct WarpFp8Head {
+    static constexpr int P = D / 64;
+    uint8_t u[P], v[P], byte;
+    __device__ explicit WarpFp8Head(const WarpHead<D>& head) {
+        float largest = 0;
+        bool finite = true;
+        const auto look = [&](float x) {
+            x = fabsf(to_acc(round_bf16(x)));
+            finite &= x < INFINITY, largest = fmaxf(largest, x);
+        };
+        for (int p = 0; p < P; p++) look(head.u[p]), look(head.v[p]);
+        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+        finite = __all_sync(~0u, finite);
+        const int e = kv_exponent(finite ? largest : 0);
+        const auto round = [&](float x) { return float_to_e4m3(ldexpf(to_acc(round_bf16(x)), -e)); };
+        for (int p = 0; p < P; p++) u[p] = round(head.u[p]), v[p] = round(head.v[p]);
+        byte = (uint8_t)(finite ? e + 128 : 0);
+    }
+    __device__ void store(uint8_t* row, uint8_t* exponent) const {
+        for (int p = 0; p < P; p++) {
+            const int i = threadIdx.x % 32 * P + p;
+            row[i] = u[p], row[i + D / 2] = v[p];
+        }
+        if (threadIdx.x % 32 == 0) *exponent = byte;
+    }
+    __device__ void store(bf16* cache, int slot, int head, int K) const {
+        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
+        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
+    }
+};
+// 2^(e - 128), of which 0 says that the row is NaN
+__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
+
+// A warp two heads of a token, from row `first` on: four loads on their way, before it is known whether the row is
+// spare (one wait instead of two; of spare rows nothing is stored). Bound by the memory's speed.
+template <int D, bool FP8>
+__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                                      const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
+                                      float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K, twos = (heads + 1) / 2;
+    const int n = first + task / twos, h0 = task % twos * 2;
+    if (n >= b.N) return;
+    const int slot = b.slot[n], pos = b.pos[n];
+    const bool spare = b.seq[n] < 0;
+    WarpHead<D> head[2], weights[2];
+    GPU_UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int h = min(h0 + i, heads - 1);
+        head[i].load(qkv + ((size_t)n * heads + h) * D);
+        weights[i].load(h < H ? q_weight : k_weight);
+    }
+    const WarpAngles<D / 64> angle(rope + (size_t)(spare ? 0 : pos) * D);
+    GPU_UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int h = h0 + i;
+        if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
+        if (spare || h >= heads) return;
+        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
+        if (FP8 && h >= H) {
+            WarpFp8Head<D>(head[i]).store(h < H + K ? keys : values, slot, (h - H) % K, K);
+            continue;
+        }
+        head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
+    }
+}
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
 #if COMPILED(PART_TEXT)
 void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                         const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
@@ -2901,6 +3032,841 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
     TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
     p.ldx = transposed.ldw = (int)ld;
     if (!Optional::weight_gradient(ctx, dW, p, transposed)) tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
+}
+#endif
+
+// ======================================================================================================== 11 Attention
+// attention_kernel is for prompts (and training's forward), attention_decode_kernel for sequences of one new token (with
+// qknorm_rope_kv in it: all of `attend`). Where there are too few blocks for the GPU, the keys of a row are split: each
+// block leaves a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in order.
+// G = H / K query heads share a KV head.
+
+// ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
+// A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
+// the eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
+template <int D> struct HeadTile {
+    static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
+    __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
+};
+// The share of each of 128 threads in the copy of a tile: one chunk of every STEPth row.
+template <int D> struct HeadRows {
+    static constexpr int THREADS = 128, STEP = THREADS / HeadTile<D>::CHUNKS;
+    const int row = threadIdx.x % THREADS / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
+};
+
+// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in tiles. s[i][j] is
+// rows 16 i .. of a by rows 8 j .. of b, spread over the warp as mma says.
+template <int D, int I, int J>
+__device__ __forceinline__ void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const int lane = threadIdx.x % 32;
+    const uint32_t a_at = a_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        // Chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4).
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7;
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            ldmatrix(b, (b_at ^ flip) + far + j * 16 * ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// sum += w b: w (16 I, 16 J) as multiply_rows leaves its s, rounded to bf16 (s is the a operand as it lies); b is 16 J
+// rows of D numbers of a tile.
+template <int D, int I, int J>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4],
+                                                  uint32_t b_rows) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    #pragma unroll
+    for (int k = 0; k < J; k++) {
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float* pair = &w[i][2 * k + e / 2][e % 2 * 2];
+                a[i][e] = pack(pair[0], pair[1]);
+            }
+        #pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            ldmatrix_transposed(b, (b_at ^ (j % 4 << 5)) + (j / 4 << 7) + k * 16 * HeadTile<D>::ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(sum[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(sum[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e]; f(number, i, j, e) for each.
+__device__ __forceinline__ int score_row(int i, int e) { return i * 16 + e / 2 * 8 + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int score_column(int j, int e) { return j * 8 + threadIdx.x % 4 * 2 + e % 2; }
+template <int I, int J, class F> __device__ __forceinline__ void each_score(float (&s)[I][J][4], F f) {
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        #pragma unroll
+        for (int j = 0; j < J; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
+}
+// Such an s of 16 rows, rounded, as mma and wgmma take it for their a operand.
+template <int K>
+__device__ __forceinline__ void round_weights(uint32_t (&weights)[K][4], const float (&s)[1][2 * K][4]) {
+    #pragma unroll
+    for (int i = 0; i < 4 * K; i++)
+        weights[i / 4][i % 4] = pack(s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
+}
+// Stores a quad's numbers of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to
+// `row`.
+template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
+    const int quad = threadIdx.x % 4, column = quad / 2 * 4 + quad % 2 * 8;
+    #pragma unroll
+    for (int j = 0; j < J; j += 2) {
+        const float4 y = four_columns(x[j], x[j + 1], h, 0xfu << (threadIdx.x % 32 - quad));
+        store_four(row + j * 8 + column, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
+}
+
+// ---- Attention for prompts: Book I's `attention` (Dao, "FlashAttention-2", 2023)
+// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
+// values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and
+// sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may belong
+// to several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are
+// too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
+// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
+// multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
+constexpr int QUERY_ROWS = 128, KEYS = 64;
+
+struct AttentionArgs {
+    bf16* out;        // (N,HD)
+    float* lse;       // (N,H) or null
+    const bf16* q;    // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    Batch b;
+    int first, H, K;  // tokens from `first` on
+    float* partial;   // (N - first, H, splits, D + 2): see join_splits
+};
+
+// The rows that a block owns: row r is head kv G + r % G of token begin + r / G.
+struct QueryTile {
+    int kv, G, begin, end; // of tokens begin .. end - 1
+    __device__ QueryTile(const AttentionArgs& p, int kv, int tile) : kv(kv), G(p.H / p.K) {
+        const int tokens = QUERY_ROWS / G;
+        begin = p.first + tile * tokens, end = min(p.b.N, begin + tokens);
+    }
+    __device__ int token(int r) const { return begin + r / G; }
+    __device__ size_t row(int r, int n, int H) const { return (size_t)n * H + kv * G + r - (n - begin) * G; } // of q
+};
+
+template <int D>
+__device__ __forceinline__ void load_queries(const AttentionArgs& p, const QueryTile& tile, uint32_t q_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < QUERY_ROWS; r += mine.STEP) {
+        const int n = tile.token(r);
+        const bool there = n < tile.end;
+        const bf16* from = there ? p.q + tile.row(r, n, p.H) * D + mine.chunk * 8 : p.q;
+        copy_async(q_tile + HeadTile<D>::at(r, mine.chunk), from, there);
+    }
+}
+
+// Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four
+// pages, whose numbers are read a tile ahead of the copies that need them.
+template <int D> struct PassingPages {
+    static constexpr int TILE = KEYS * HeadTile<D>::ROW;
+    const AttentionArgs& p;
+    const int* table; // the sequence's pages
+    int kv, to;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int page[KEYS / PAGE];
+
+    __device__ __forceinline__ static uint32_t stage(int key0) { return key0 / KEYS % 2 * TILE; }
+    __device__ __forceinline__ void next_pages(int key0) {
+        #pragma unroll
+        for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
+    }
+    __device__ __forceinline__ void copy(uint32_t tile, const bf16* cache, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < KEYS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP; // of page r / PAGE, the same for all threads
+            const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
+        }
+        commit_copies();
+    }
+    __device__ __forceinline__ void copy(int key0) const {
+        copy(k_tiles + stage(key0), p.keys, key0);
+        copy(v_tiles + stage(key0), p.values, key0);
+    }
+};
+
+// A lane's part of its warp's 32 rows: [i][h] belongs to row 16 i + 8 h + lane / 4; mixed has the layout of
+// multiply_rows' s.
+template <int D> struct RowSums {
+    float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
+    __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -1e30f;
+    }
+};
+
+// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new
+// maximum. `sum` has this lane's columns alone: the four lanes of a row are added at the end.
+template <int D>
+__device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][KEYS / 8][4], float scale) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float& maximum = rows.maximum[i][h];
+            float top = maximum;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+            top = quad_max(top);
+            const float shrink = exp2_fast((maximum - top) * scale), base = top * scale;
+            maximum = top;
+            float weights = 0;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    weights += s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale, -base));
+            rows.sum[i][h] = rows.sum[i][h] * shrink + weights;
+            #pragma unroll
+            for (int j = 0; j < D / 8; j++) rows.mixed[i][j][2 * h] *= shrink, rows.mixed[i][j][2 * h + 1] *= shrink;
+        }
+}
+
+// Rows of tokens n0 .. n1 - 1 go to `out`, or, if the keys are split, to `partial`.
+template <int D>
+__device__ __forceinline__ void store_rows(const AttentionArgs& p, const QueryTile& tile, const RowSums<D>& rows,
+                                           int n0, int n1, float scale) {
+    const int first_row = threadIdx.x / 32 * 32;
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float total = quad_sum(rows.sum[i][h]), maximum = rows.maximum[i][h];
+            const int r = first_row + score_row(i, 2 * h), n = tile.token(r);
+            if (n < n0 || n >= n1) continue;
+            const size_t row = tile.row(r, n, p.H);
+            if (gridDim.z > 1) {
+                float* part = p.partial + ((row - (size_t)p.first * p.H) * gridDim.z + blockIdx.z) * (D + 2);
+                #pragma unroll
+                for (int j = 0; j < D / 8; j++)
+                    *(float2*)(part + score_column(j, 0)) = *(const float2*)&rows.mixed[i][j][2 * h];
+                *(float2*)(part + D) = make_float2(maximum * scale, total);
+                continue;
+            }
+            store_row(p.out + row * D, rows.mixed[i], h, 1 / total);
+            if (p.lse) p.lse[row] = maximum / sqrtf((float)D) + logf(total); // all four lanes of a row
+        }
+}
+
+// All rows of the tile with the keys of one sequence, whose tokens are n0 .. n1 - 1.
+template <int D>
+__device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const QueryTile& tile, int n0, int n1,
+                                                uint32_t q_tile) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const Batch& b = p.b;
+    const float scale = LOG2E / sqrtf((float)D); // powers of 2, not of e
+    const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1; // keys that the last and the first token see
+    const int key_tiles = (longest + KEYS - 1) / KEYS, splits = gridDim.z, split = blockIdx.z;
+    const int from = key_tiles * split / splits * KEYS, to = min(longest, key_tiles * (split + 1) / splits * KEYS);
+    const int first_row = threadIdx.x / 32 * 32; // of this warp
+    int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = tile.token(first_row + score_row(i, 2 * h));
+            limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : to;
+        }
+    const uint32_t k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * KEYS * ROW;
+    PassingPages<D> pages = {p, b.pages + (size_t)b.seq[n0] * b.max_pages, tile.kv, to, k_tiles, v_tiles};
+    RowSums<D> rows;
+    __syncthreads(); // the sequence before this one is done with the tiles
+    pages.next_pages(from);
+    pages.copy(from);
+    pages.next_pages(from + KEYS);
+    for (int key0 = from; key0 < to; key0 += KEYS) {
+        wait_for_copies<0>();
+        __syncthreads();
+        pages.copy(key0 + KEYS);
+        pages.next_pages(key0 + 2 * KEYS);
+        float s[2][KEYS / 8][4] = {};
+        multiply_rows<D, 2, KEYS / 16>(s, q_tile + first_row * ROW, k_tiles + pages.stage(key0));
+        if (key0 + KEYS > shortest)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                if (key0 + score_column(j, e) >= limit[i][e / 2]) x = -INFINITY;
+            });
+        online_softmax(rows, s, scale);
+        add_weighted_rows<D, 2, KEYS / 16>(rows.mixed, s, v_tiles + pages.stage(key0));
+    }
+    wait_for_copies<0>();
+    store_rows(p, tile, rows, n0, n1, scale);
+}
+
+template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(AttentionArgs p) {
+    extern __shared__ __align__(128) uint4 tiles[]; // of queries; two stages of keys, two of values
+    const QueryTile tile(p, blockIdx.x, gridDim.y - 1 - blockIdx.y); // later tokens see more keys: long blocks first
+    wait_for_previous();
+    load_queries<D>(p, tile, shared_address(tiles));
+    for (int n0 = tile.begin, n1; n0 < tile.end; n0 = n1) {
+        for (n1 = n0 + 1; n1 < tile.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
+        if (p.b.seq[n0] >= 0) attend_sequence<D>(p, tile, n0, n1, shared_address(tiles));
+    }
+}
+
+constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
+// Keys that are worth a block of their own: writing and joining parts takes 20 us.
+constexpr int LEAST_KEYS = 256;
+
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+// A row's attention over some of its keys, one number of it: the largest score, the sum of the weights 2^(score - top)
+// and the sum of the values by them.
+struct AttentionPart {
+    float top, weights, value;
+};
+// `count` parts as one: their common maximum, then their sums in order. get(i) is part i; eight are read at a time.
+template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
+    AttentionPart all = {-INFINITY, 0, 0};
+    for (int first = 0; first < count; first += 8) {
+        AttentionPart part[8];
+        float top = all.top;
+        GPU_UNROLL
+        for (int i = 0; i < 8; i++) part[i] = get(min(first + i, count - 1));
+        GPU_UNROLL
+        for (int i = 0; i < 8; i++) top = fmaxf(top, part[i].top);
+        if (first) {
+            const float shrink = exp2_fast(all.top - top);
+            all.value *= shrink, all.weights *= shrink;
+        }
+        all.top = top;
+        GPU_UNROLL
+        for (int i = 0; i < 8; i++)
+            if (first + i < count) {
+                const float shrink = exp2_fast(part[i].top - top);
+                all.value += part[i].value * shrink, all.weights += part[i].weights * shrink;
+            }
+    }
+    return all;
+}
+// Number d of a row whose keys were split. `parts` (splits, D + 2): D weighted sums of values, the largest score (of
+// powers of 2), the sum of the weights. From the L2 cache: other blocks wrote them.
+__device__ __forceinline__ float join_splits(const float* parts, int splits, int D, int d) {
+    const AttentionPart all = join_parts(splits, [&](int split) {
+        const float* part = parts + split * (D + 2);
+        return AttentionPart{__ldcg(part + D), __ldcg(part + D + 1), __ldcg(part + d)};
+    });
+    return all.value / all.weights;
+}
+
+// ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first,
+// into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has
+// rows from `first` on. Bound by the memory's speed: 3 bytes a number, and 2 when attention reads it.
+template <int D>
+__global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
+                                                          Batch b, int first, int K) {
+    __shared__ int last[256], count; // the sequences' last rows, of 256 rows
+    let_next_start();
+    wait_for_previous();
+    const int kv = blockIdx.x, row = threadIdx.x * 8 / D;
+    for (int n0 = first; n0 < b.N; n0 += 256) {
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        const int n = n0 + (int)threadIdx.x;
+        if (n < b.N && b.seq[n] >= 0 && (n + 1 == b.N || b.seq[n + 1] != b.seq[n])) last[atomicAdd(&count, 1)] = n;
+        __syncthreads();
+        for (int i = 0; i < count && row < PAGE; i++) {
+            const int length = b.pos[last[i]] + 1, *table = b.pages + (size_t)b.seq[last[i]] * b.max_pages;
+            for (int page = blockIdx.y; page * PAGE < length; page += gridDim.y) {
+                const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
+                const auto widen = [&](bf16* to, bf16* cache) {
+                    const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
+                    const bool there = page * PAGE + row < length; // what lies behind them has to be finite
+                    const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
+                    const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
+                    const uint4 v = widen_e4m3(raw);
+                    *(uint4*)(to + at) = {pack(low(v.x) * factor, high(v.x) * factor),
+                                          pack(low(v.y) * factor, high(v.y) * factor),
+                                          pack(low(v.z) * factor, high(v.z) * factor),
+                                          pack(low(v.w) * factor, high(v.w) * factor)};
+                };
+                widen(to_keys, keys), widen(to_values, values);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
+// That is qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and of
+// the splits of a sequence, SPLIT keys each, every gridDim.x-th. Its warps take a split's pages in turn. Where several
+// blocks share a sequence, the last one to arrive joins their parts in order. All but the newest token's keys and
+// values are asked for before the kernel before has ended.
+// Where a warp has its page: few sequences, in registers (HeldPage), since a block that needs little shared memory
+// begins beside the kernel before; many, in a ring of two stages in shared memory (RingPage), which cp.async fills with
+// the next page while one is multiplied, and with whole lines of it, where loads into registers ask for halves.
+// Keys are operand b as they lie: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32
+// (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that is operand a
+// of the second product, where nothing has to move either: of these four keys the lane has the values, eight numbers
+// from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8
+// cache has e4m3 numbers, which become bf16 in registers; their factors go to scores and weights. As these are powers
+// of two, all sums have the bits that this kernel makes of a bf16 cache of the same numbers.
+// Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
+// sequence, by latency.
+constexpr int DECODE_ROWS = 8; // query heads of a block, at most
+
+struct DecodeArgs {
+    bf16* out;                           // (N,HD)
+    bf16 *keys, *values;                 // one layer's cache
+    const bf16 *qkv;                     // (N,(H+2K)D)
+    const bf16 *q_weight, *k_weight;     // (D)
+    const float* rope;                   // (positions, D/2, 2)
+    Batch b;
+    int H, K;
+    float eps;
+    float* partial;                      // (singles, H, splits, D + 2): see join_splits
+    int* arrived;                        // (singles, H / heads), zero between kernels
+};
+
+template <int D> struct DecodeShared {
+    __align__(16) bf16 q[DECODE_ROWS][D];                    // normalised and rotated; zeros where there is no head
+    float maximum[SPLIT / PAGE][DECODE_ROWS], sum[SPLIT / PAGE][DECODE_ROWS]; // of a warp's pages
+    __align__(16) uint8_t new_key[2 * D], new_value[2 * D];  // the newest token's, as in the cache
+    uint8_t exponents[2];
+};
+
+// The common part of the two places of a page: registers (HeldPage) and a ring in shared memory (RingPage). A place has
+// WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(i, ..) starts the load of a warp's i-th
+// page, whose first `count` rows exist; wait(i) waits for it; insert adds one row; key(j, i) and value(r, c) are eight
+// numbers of a lane; factor(r, value) is the factor of an FP8 row.
+template <int D, bool FP8> struct DecodePage {
+    static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
+    using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; } // of a lane's scores
+    __device__ static uint4 widened(const Chunk& x) {
+        if constexpr (FP8) return widen_e4m3(x);
+        else return x;
+    }
+    __device__ static const Chunk& chunk(const uint8_t* row, int column) {
+        return *(const Chunk*)(row + column * SIZE);
+    }
+};
+
+template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
+    using Base = DecodePage<D, FP8>;
+    using Base::key_of, Base::lane, Base::g, Base::t, Base::ROW, Base::chunk, Base::widened;
+    static constexpr int WARPS = SPLIT / PAGE, STAGES = 1, RING = 0, BLOCKS = 2;
+    typename Base::Chunk k[2][D / 32] = {}, v[4][D / 64] = {};
+    int exponent[2][4] = {}; // FP8: the bytes of KVRow of keys and values key_of(r)
+    __device__ explicit HeldPage(uint8_t*) {}
+
+    __device__ __forceinline__ void ask_for(int, const uint8_t* keys, const uint8_t* values, int count) {
+        GPU_UNROLL
+        for (int j = 0; j < 2; j++)
+            GPU_UNROLL
+            for (int i = 0; i < D / 32; i++)
+                if (8 * j + g < count) k[j][i] = chunk(keys + (8 * j + g) * ROW, 32 * i + 8 * t);
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++)
+            GPU_UNROLL
+            for (int c = 0; c < D / 64; c++)
+                if (key_of(r) < count) v[r][c] = chunk(values + key_of(r) * ROW, 64 * c + 8 * g);
+        GPU_UNROLL
+        for (int r = 0; r < 4 && FP8; r += 2) // two keys are neighbours
+            if (key_of(r) < count) {
+                const int two = *(const uint16_t*)(keys + PAGE * D + key_of(r));
+                const int of_values = *(const uint16_t*)(values + PAGE * D + key_of(r));
+                exponent[0][r] = two & 255, exponent[0][r + 1] = two >> 8;
+                exponent[1][r] = of_values & 255, exponent[1][r + 1] = of_values >> 8;
+            }
+    }
+    __device__ void wait(int) { __syncwarp(); } // (loads and insert have branches)
+    __device__ void insert(const DecodeShared<D>& shared, int row) {
+        GPU_UNROLL
+        for (int j = 0; j < 2; j++)
+            GPU_UNROLL
+            for (int i = 0; i < D / 32; i++)
+                if (8 * j + g == row) k[j][i] = chunk(shared.new_key, 32 * i + 8 * t);
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            if (key_of(r) != row) continue;
+            GPU_UNROLL
+            for (int c = 0; c < D / 64; c++) v[r][c] = chunk(shared.new_value, 64 * c + 8 * g);
+            exponent[0][r] = shared.exponents[0], exponent[1][r] = shared.exponents[1];
+        }
+        __syncwarp();
+    }
+    __device__ uint4 key(int j, int i) const { return widened(k[j][i]); }
+    __device__ uint4 value(int r, int c) const { return widened(v[r][c]); }
+    __device__ float factor(int r, bool value) const { return FP8 ? fp8_factor(exponent[value][r]) : 1; }
+};
+
+// Rows of D numbers in chunks of 16 bytes, swizzled so that the rows that a load touches at once lie in different
+// banks; of an FP8 cache the exponents behind.
+template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
+    using Base = DecodePage<D, FP8>;
+    using Base::key_of, Base::lane, Base::g, Base::t, Base::SIZE, Base::ROW, Base::chunk, Base::widened;
+    static constexpr int WARPS = 4, STAGES = 2, CHUNKS = ROW / 16, BLOCKS = FP8 ? 4 : 3;
+    static constexpr int VALUES = PAGE * ROW, EXPONENTS = 2 * VALUES; // where they begin
+    static constexpr int BYTES = EXPONENTS + (FP8 ? 2 * PAGE : 0), RING = STAGES * BYTES;
+    static_assert(RING >= DECODE_ROWS * (D + 8) * 4, "a ring has room for a warp's sums");
+    uint8_t *const ring, *stage;
+    __device__ explicit RingPage(uint8_t* at) : ring(at), stage(at) {}
+
+    __device__ static int chunk_at(int row, int chunk) {
+        const int flip = FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4;
+        return row * ROW + (chunk ^ flip % CHUNKS) * 16;
+    }
+    __device__ uint4 eight(const uint8_t* rows, int row, int column) const {
+        return widened(chunk(rows + chunk_at(row, column * SIZE / 16) + column * SIZE % 16, 0));
+    }
+    // (Rows past `count` become zeros.)
+    __device__ __forceinline__ void ask_for(int i, const uint8_t* keys, const uint8_t* values, int count) const {
+        uint8_t* const to = ring + i % STAGES * BYTES;
+        GPU_UNROLL
+        for (int c = 0; c < 2 * PAGE * CHUNKS; c += 32) {
+            const int at = (c + lane) % (PAGE * CHUNKS), row = at / CHUNKS;
+            const bool value = c >= PAGE * CHUNKS;
+            copy_async(shared_address(to + value * VALUES + chunk_at(row, at % CHUNKS)),
+                       (value ? values : keys) + at * 16, row < count);
+        }
+        if (FP8 && lane < 2)
+            copy_async(shared_address(to + EXPONENTS + lane * PAGE), (lane ? values : keys) + PAGE * D, count > 0);
+    }
+    __device__ void wait(int i) {
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+        stage = ring + i % STAGES * BYTES;
+    }
+    __device__ void insert(const DecodeShared<D>& shared, int row) {
+        if (lane < 2 * CHUNKS) {
+            const bool value = lane >= CHUNKS;
+            const int chunk = lane % CHUNKS;
+            *(uint4*)(stage + value * VALUES + chunk_at(row, chunk)) =
+                *(const uint4*)((value ? shared.new_value : shared.new_key) + chunk * 16);
+        }
+        if (FP8 && lane < 2) stage[EXPONENTS + lane * PAGE + row] = shared.exponents[lane];
+        __syncwarp();
+    }
+    __device__ uint4 key(int j, int i) const { return eight(stage, 8 * j + g, 32 * i + 8 * t); }
+    __device__ uint4 value(int r, int c) const { return eight(stage + VALUES, key_of(r), 64 * c + 8 * g); }
+    __device__ float factor(int r, bool value) const {
+        return FP8 ? fp8_factor(stage[EXPONENTS + value * PAGE + key_of(r)]) : 1;
+    }
+};
+
+// The part of a warp's pages so far, of head g: the largest score, the sum of the weights, and the sum of the values by
+// them: y[c][i][e] is number 64 c + 16 t + 8 i + e.
+template <int D, bool FP8, class Page> struct DecodePart {
+    float top = -INFINITY, sum = 0, y[D / 64][2][8] = {};
+
+    // The first `count` keys of the page count: one at least.
+    __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
+        float s[2][4] = {}, odd[2][4] = {}; // scores: rows g and g + 8, of which only g is a head
+        GPU_UNROLL
+        for (int i = 0; i < D / 32; i++) {
+            const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
+            GPU_UNROLL
+            for (int j = 0; j < 2; j++) // (where there are registers, in two chains)
+                mma_32(i % 2 && !Page::RING ? odd[j] : s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
+        }
+        const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
+        float weights[4], largest = top, more = 0;
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            const float score = (s[r / 2][r % 2] + odd[r / 2][r % 2]) * scale * page.factor(r, false);
+            weights[r] = page.key_of(r) < count ? score : -INFINITY;
+            largest = fmaxf(largest, weights[r]);
+        }
+        largest = quad_max(largest);
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
+            if (FP8) weights[r] = page.key_of(r) < count ? weights[r] * page.factor(r, true) : 0;
+        }
+        const float shrink = exp2_fast(top - largest);
+        top = largest, sum = fmaf(sum, shrink, quad_sum(more));
+        if (__any_sync(~0u, shrink < 1)) // (seldom)
+            GPU_UNROLL
+            for (int e = 0; e < D / 4; e++) y[e / 16][e / 8 % 2][e % 8] *= shrink;
+        const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
+        GPU_UNROLL
+        for (int c = 0; c < D / 64; c++) {
+            uint4 rows[4];
+            GPU_UNROLL
+            for (int r = 0; r < 4; r++) rows[r] = page.value(r, c);
+            GPU_UNROLL
+            for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
+                const auto pair = [&](const uint4& a, const uint4& b) {
+                    const uint32_t x = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
+                    const uint32_t z = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
+                    return __byte_perm(x, z, e % 2 ? 0x7632 : 0x5410);
+                };
+                float d[4] = {y[c][0][e], y[c][1][e], 0, 0};
+                mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
+                settle(y[c][0][e] = d[0]), settle(y[c][1][e] = d[1]);
+            }
+        }
+    }
+    // To shared memory: heads are D + 8 numbers apart.
+    __device__ __forceinline__ void store(DecodeShared<D>& shared, const Page& page, float* sums, int heads) const {
+        const int warp = threadIdx.x / 32, g = page.g, t = page.t;
+        if (g >= heads) return;
+        if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
+        GPU_UNROLL
+        for (int c = 0; c < D / 64; c++)
+            GPU_UNROLL
+            for (int e = 0; e < 16; e += 4) {
+                const float* from = &y[c][e / 8][e % 8];
+                store_four(sums + g * (D + 8) + 64 * c + 16 * t + e, make_float4(from[0], from[1], from[2], from[3]));
+            }
+    }
+};
+
+// The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
+template <int D, bool FP8>
+__device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>& shared, const bf16* from, int slot,
+                                            int kv, bool key, const float* angles, bool writes) {
+    WarpHead<D> head, weights;
+    head.load(from), weights.load(p.k_weight);
+    if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    uint8_t* const row = key ? shared.new_key : shared.new_value;
+    bf16* const cache = key ? p.keys : p.values;
+    if constexpr (FP8) {
+        const WarpFp8Head<D> rounded(head);
+        rounded.store(row, shared.exponents + !key);
+        if (writes) rounded.store(cache, slot, kv, p.K);
+    } else {
+        head.store((bf16*)row);
+        if (writes) head.store(cache + kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D));
+    }
+}
+
+template <int D, bool FP8, class Page>
+__global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_decode_kernel(DecodeArgs p, int heads) {
+    __shared__ DecodeShared<D> shared;
+    SHARED_FLOATS(rings); // the warps'; then their sums
+    // No kernel of this forward writes the data read before the wait: positions, sequences and pages belong to the
+    // batch, older keys and values to an earlier forward (see launch_kernel).
+    const Batch& b = p.b;
+    const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;
+    if (!Page::RING && seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error
+    if (seq < 0 || (int)blockIdx.x >= splits) {
+        let_next_start();
+        wait_for_previous();
+        return;
+    }
+    constexpr int STAGES = Page::STAGES;
+    static_assert(SPLIT == Page::WARPS * STAGES * PAGE, "a split fills a block's stages");
+    const int* table = b.pages + (size_t)seq * b.max_pages;
+    const auto page_of = [&](int i) { // this warp's i-th page
+        return (i / STAGES * (int)gridDim.x + (int)blockIdx.x) * (SPLIT / PAGE) + i % STAGES * Page::WARPS + warp;
+    };
+    const auto place = [&](int i) { return page_of(i) < pages ? table[page_of(i)] : 0; }; // of it in the cache
+    Page page((uint8_t*)rings + warp * Page::RING);
+    const auto ask_for = [&](int i, int at) {
+        const int count = pos - page_of(i) * PAGE; // without the newest token
+        const size_t first = kv_offset(at, kv, 0, p.K, D);
+        if (page_of(i) >= pages) {}
+        else if (FP8) page.ask_for(i, fp8_block<D>(p.keys, at, kv, p.K), fp8_block<D>(p.values, at, kv, p.K), count);
+        else page.ask_for(i, (const uint8_t*)(p.keys + first), (const uint8_t*)(p.values + first), count);
+        commit_copies();
+    };
+    int next[STAGES]; // places of the pages that come after those on their way
+    GPU_UNROLL
+    for (int i = 0; i < STAGES; i++) next[i] = place(i);
+    GPU_UNROLL
+    for (int i = 0; i < STAGES; i++) ask_for(i, next[i]), next[i] = place(i + STAGES);
+    let_next_start();
+    wait_for_previous();
+
+    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
+    const float* angles = p.rope + (size_t)pos * D;
+    for (int h = warp; h < DECODE_ROWS; h += Page::WARPS) {
+        WarpHead<D> head = {}, weights;
+        if (h < heads) {
+            head.load(row + (size_t)(h0 + h) * D), weights.load(p.q_weight);
+            head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+        }
+        head.store(shared.q[h]);
+    }
+    if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= Page::WARPS - 2) {
+        const bool key = warp == Page::WARPS - 2, writes = h0 % (p.H / p.K) == 0;
+        take_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
+                            writes);
+    }
+    __syncthreads();
+    DecodePart<D, FP8, Page> part;
+    for (int i = 0; page_of(i) < pages; i++) {
+        page.wait(i);
+        if (page_of(i) == pages - 1) page.insert(shared, pos % PAGE);
+        part.add(shared, page, pos + 1 - page_of(i) * PAGE);
+        if (!Page::RING) break; // (a block a split)
+        __syncwarp(); // all have read it
+        ask_for(i + STAGES, next[0]);
+        GPU_UNROLL
+        for (int k = 0; k + 1 < STAGES; k++) next[k] = next[k + 1];
+        next[STAGES - 1] = place(i + 2 * STAGES);
+    }
+    const int apart = Page::RING ? Page::RING / 4 : heads * (D + 8); // numbers from one warp's sums to the next
+    part.store(shared, page, rings + warp * apart, heads);
+    __syncthreads();
+    // The warps' parts, a thread a number: to `out` or, where the sequence has several blocks, to `parts`.
+    const int blocks = min(splits, (int)gridDim.x);
+    bf16* out = p.out + ((size_t)n * p.H + h0) * D;
+    float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const AttentionPart all = join_parts(Page::WARPS, [&](int w) {
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], rings[w * apart + h * (D + 8) + d]};
+        });
+        if (blocks == 1) out[o] = round_bf16(all.value / all.weights);
+        else {
+            float* to = parts + ((size_t)h * gridDim.x + blockIdx.x) * (D + 2);
+            to[d] = all.value;
+            if (d == 0) to[D] = all.top, to[D + 1] = all.weights;
+        }
+    }
+    if (blocks == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, blocks)) return;
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x)
+        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), blocks, D, o % D));
+}
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
+
+// ---- Attention, launched.
+#if COMPILED(PART_PROMPT)
+// Joins the parts of split keys. A block a token's head, a thread a number; bound by launching.
+__global__ void attention_sum_kernel(bf16* out, const float* partial, const int* seq, int first, int H, int splits) {
+    wait_for_previous();
+    const size_t row = blockIdx.x, D = blockDim.x;
+    if (seq[first + row / H] < 0) return;
+    const float sum = join_splits(partial + row * splits * (D + 2), splits, (int)D, threadIdx.x);
+    out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum);
+}
+
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
+                   const Batch& b, int H, int K, int D, int first) {
+    const AttentionArgs p = {out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention};
+    int splits = Optional::attention(ctx, p, D);
+    if (!splits) {
+        const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens;
+        const int wanted = std::min(BLOCKS_A_SM * ctx.gpu->sms / (tiles * K), b.longest / LEAST_KEYS);
+        splits = ctx.invariant || lse ? 1 : std::max(1, wanted);
+        const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
+        const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);
+        launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared, p);
+    }
+    if (splits == 1) return;
+    const dim3 rows((unsigned)((b.N - first) * H));
+    launch(ctx, attention_sum_kernel, rows, D, 0, out, p.partial, b.seq, first, H, splits);
+}
+#endif
+// b.splits: of the longest sequence. A block takes more than one split where sequences fill the GPU by themselves.
+void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D);
+#if COMPILED(PART_DECODE)
+void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
+    if (p.b.splits < 1) DIE("attention_decode: %d splits", p.b.splits);
+    const int G = p.H / p.K;
+    int heads = std::min(G, DECODE_ROWS);
+    while (G % heads) heads--;
+    const int others = singles * p.H / heads, sms = ctx.gpu->sms;
+    const auto launch_pages = [&](auto kernel, auto* page, int blocks) {
+        using Page = std::remove_pointer_t<decltype(page)>;
+        const size_t shared = (size_t)Page::WARPS * std::max(Page::RING, heads * (D + 8) * 4);
+        const dim3 grid((unsigned)blocks, (unsigned)(p.H / heads), (unsigned)singles);
+        launch(ctx, kernel, grid, 32 * Page::WARPS, shared, p, heads);
+    };
+    const auto with = [&](auto size, auto fp8) {
+        using Held = HeldPage<size, fp8>;
+        using Ring = RingPage<size, fp8>;
+        if (others * p.b.splits <= 8 * sms)
+            launch_pages(attention_decode_kernel<size, fp8, Held>, (Held*)nullptr, p.b.splits);
+        else launch_pages(attention_decode_kernel<size, fp8, Ring>, (Ring*)nullptr,
+                          std::min(p.b.splits, (3 * sms + others - 1) / others));
+    };
+    const auto with_format = [&](auto size) {
+        if (p.b.fp8) with(size, std::true_type());
+        else with(size, std::false_type());
+    };
+    if (D == 128) with_format(std::integral_constant<int, 128>());
+    else with_format(std::integral_constant<int, 64>());
+}
+#endif
+#if COMPILED(PART_TEXT)
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
+// little.
+int splits_for_graph(int position, int context) {
+    int splits = 1;
+    while (splits * SPLIT <= position) splits *= 2;
+    return std::min(splits, (context - 1) / SPLIT + 1);
+}
+
+// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
+    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
+}
+
+size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
+// Where the widened keys are; the values are behind them.
+bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
+    bf16* const widened = ctx.gpu->widened;
+    const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
+    launch(ctx, D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, widened,
+           widened + ctx.gpu->widened_numbers / 2, keys, values, b, first, K);
+    return widened;
+}
+
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
+                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
+                       int D, float eps) {
+    const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
+    if (singles) {
+        const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
+                              ctx.gpu->attention, ctx.gpu->attention_arrived};
+        attention_decode_gpu(ctx, p, singles, D);
+    }
+    if (singles == b.N) return;
+    qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
+    if (b.fp8) {
+        keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D);
+        values = keys + ctx.gpu->widened_numbers / 2;
+    }
+    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
+}
+
+// ---- Scratch: of products, and of forwards with so many rows and sequences of one token, of up to `context` tokens in
+// `pages` pages. The context has a Gpu of its own from then on.
+void plan_scratch(Context& ctx, Arena& arena) {
+    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+    ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+    ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+}
+void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages) {
+    plan_scratch(ctx, arena);
+    ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, (context - 1) / SPLIT + 1, c.H, c.D));
+    ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
+    ctx.gpu->widened_numbers = ctx.kv_fp8 ? widened_numbers(c, (size_t)pages) : 0;
+    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
+    Optional::plan(ctx, arena, c, rows);
 }
 #endif
 #endif // __CUDACC__

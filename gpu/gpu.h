@@ -1,10 +1,7 @@
 // gpu/gpu.h: every header of Book II, for sources that instantiate its templates.
 #pragma once
 #include "qwen3.cu"
-#include "gpu/attention/decode.h"
 #include "gpu/attention/hopper.h"
-#include "gpu/attention/prompt.h"
-#include "gpu/attention/widen.h"
 #include "gpu/backward/attention.h"
 #include "gpu/backward/epilogues.h"
 #include "gpu/backward/hopper.h"

@@ -1,7 +1,5 @@
 // gpu/backward/attention.h: attention_backward on any card.
 #pragma once
-#include "gpu/attention/tiles.h"
-#include "gpu/norm_rope.h"
 #include "qwen3.cu"
 
 // ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not

@@ -1,6 +1,7 @@
 // gpu/backward/hopper.h: attention_backward on Hopper.
 #pragma once
 #include "gpu/backward/attention.h"
+#include "gpu/hopper.h"
 #include "qwen3.cu"
 
 // ---- The same on Hopper, for D = 128. A block takes a unit after another: 128 keys of a KV head, whose dk and dv it

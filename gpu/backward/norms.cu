@@ -1,5 +1,4 @@
 // gpu/backward/norms.cu: rmsnorm_backward and qknorm_rope_backward.
-#include "gpu/norm_rope.h"
 #include "qwen3.cu"
 
 // ---- rmsnorm_backward. A block has a token; or with DW every so many, and adds up its part of dw in shared memory,

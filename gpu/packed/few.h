@@ -73,7 +73,7 @@ template <class F, int TILES, int M, class Epilogue>
 __global__ void __launch_bounds__(256, 2) packed_kernel(PackedArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
     constexpr int SUMS = TILES * M * 64; // (tile, token, row)
-    PACKED_SHARED(shared);
+    SHARED_FLOATS(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     using Weights = PackedWeights<F, TILES, Epilogue::PAIR>;
     constexpr int ROWS = Weights::ROWS;

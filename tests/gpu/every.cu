@@ -2,9 +2,7 @@
 #define QWEN3_LIBRARY
 #define QWEN3_EVERY_PART
 #include "gpu/optional.h"
-#include "gpu/attention/attend.cu"
-#include "gpu/attention/decode.cu"
-#include "gpu/attention/prompt.cu"
+#include "gpu/attention/hopper.cu"
 #include "gpu/backward/adamw.cu"
 #include "gpu/backward/attention.cu"
 #include "gpu/backward/embed.cu"
