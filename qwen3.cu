@@ -1210,6 +1210,7 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #define PART_BACKWARD_SWIGLU 10
 #define PART_LOSS 11
 #define PART_WEIGHT 12
+#define PART_LORA_UP 13
 #if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
 #define COMPILED(part) 1
 #elif defined(QWEN3_PART)
@@ -3025,15 +3026,6 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
     });
 }
 #endif
-#if COMPILED(PART_WEIGHT)
-// dW of training, and X^T X of GPTQ (model/quantize.h).
-void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
-                                int in) {
-    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
-    p.ldx = transposed.ldw = (int)ld;
-    if (!Optional::weight_gradient(ctx, dW, p, transposed)) tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
-}
-#endif
 
 // ======================================================================================================== 11 Attention
 // attention_kernel is for prompts (and training's forward), attention_decode_kernel for sequences of one new token (with
@@ -3147,7 +3139,7 @@ template <int J> __device__ __forceinline__ void store_row(bf16* row, const floa
 // too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
 // Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
 // multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
-constexpr int QUERY_ROWS = 128, KEYS = 64;
+inline constexpr int QUERY_ROWS = 128, KEYS = 64;
 
 struct AttentionArgs {
     bf16* out;        // (N,HD)
@@ -3330,9 +3322,9 @@ template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(Atte
     }
 }
 
-constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
+inline constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
 // Keys that are worth a block of their own: writing and joining parts takes 20 us.
-constexpr int LEAST_KEYS = 256;
+inline constexpr int LEAST_KEYS = 256;
 
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
@@ -3429,7 +3421,7 @@ __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* t
 // of two, all sums have the bits that this kernel makes of a bf16 cache of the same numbers.
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
-constexpr int DECODE_ROWS = 8; // query heads of a block, at most
+inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
 
 struct DecodeArgs {
     bf16* out;                           // (N,HD)
@@ -3867,6 +3859,1522 @@ void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int sin
     ctx.gpu->widened_numbers = ctx.kv_fp8 ? widened_numbers(c, (size_t)pages) : 0;
     ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
     Optional::plan(ctx, arena, c, rows);
+}
+#endif
+
+// ================================================================================================ 12 Sampler and graph
+// From logits to tokens: Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float
+// step is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch lie in the GPU's
+// memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+// A larger key is likelier: the logit, then the lower id.
+__device__ inline unsigned long long draw_key(float logit, int id) {
+    const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
+    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+}
+__device__ inline float logit_of(unsigned long long key) {
+    const uint32_t u = (uint32_t)(key >> 32);
+    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
+}
+
+// The drawn token becomes the next step's batch, is counted and kept, and goes to the host.
+__device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
+    const int pos = state.pos[row] + 1, page = pos / PAGE, seq = state.seq[row];
+    state.token[row] = answer;
+    state.pos[row] = pos;
+    if (page < state.max_pages)
+        state.slot[row] = state.pages[(size_t)seq * state.max_pages + page] * PAGE + pos % PAGE;
+    if (state.seen) state.seen[seq * V + answer]++;
+    if (state.last) state.last[seq] = answer;
+    if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
+}
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
+
+// ---- The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for
+// BEST_BLOCKS blocks, and sample_kernel has a thread for each of them: MOST_BLOCKS holds stream_product to that.
+struct DrawEpilogue : Epilogue {
+    static constexpr int MOST_BLOCKS = BEST_BLOCKS;
+    float* out;                // (R,V)
+    size_t V;
+    const Draw* draw;          // (R)
+    const uint32_t* seen;      // (R,V), or null: no penalties
+    unsigned long long* best;  // (R, BEST_BLOCKS)
+    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
+        : out(out), V(V), draw(draw), seen(seen), best(best) {}
+    __device__ static unsigned long long* shared_best() {
+        __shared__ unsigned long long best[STREAM_TOKENS];
+        return best;
+    }
+    __device__ void begin() {
+        if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
+    }
+    __device__ void one(bool inside, int n, int r, float y, float) {
+        unsigned long long key = 0;
+        if (inside) {
+            const Sampling& how = draw[n].how;
+            const uint32_t s = seen ? seen[n * V + r] : 0;
+            out[n * V + r] = y = penalized(y, how, s);
+            if (r < draw[n].exist) key = draw_key(usable(y), r);
+        }
+        for (int other = 1; other < 8; other *= 2) key = max(key, __shfl_xor_sync(~0u, key, other));
+        if (threadIdx.x % 8 == 0 && key) atomicMax(shared_best() + n, key);
+    }
+    __device__ void end(int N) {
+        __syncthreads();
+        if (threadIdx.x < N) best[threadIdx.x * BEST_BLOCKS + blockIdx.x] = shared_best()[threadIdx.x];
+    }
+};
+#if COMPILED(PART_HEAD)
+RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uint32_t* seen, unsigned long long* best,
+                        const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
+    const DrawEpilogue epilogue{logits, (size_t)W.out(), draw, seen, best};
+    if (const RowsDealt dealt = Optional::few(ctx, epilogue, x, rows, W, R); dealt.blocks) return dealt;
+    return stream_product(ctx, StreamArgs{x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
+}
+#endif
+
+#if COMPILED(PART_TEXT)
+// The sum over the threads before this one.
+__device__ inline unsigned long long block_sum_before(unsigned long long x) {
+    __shared__ unsigned long long parts[32];
+    unsigned long long sum = x;
+    for (int lane = 1; lane < 32; lane *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, sum, lane);
+        if ((int)threadIdx.x % 32 >= lane) sum += other;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = sum;
+    __syncthreads();
+    for (int w = 0; w < (int)threadIdx.x / 32; w++) sum += parts[w];
+    return sum - x;
+}
+
+// ---- sample_kernel: Book I's `sample`, and the next step's batch
+// A block of 1024 threads owns a row of logits, a thread every 1024th id; 29 KB of shared memory. The likeliest ids go
+// to a list in shared memory, in which all is decided by comparing everyone with everyone. Which are the likeliest:
+// with top-k those from the k-th of the likeliest ids of disjoint groups on, at least k and hardly more: where the
+// groups are those of the head's blocks, they are in the few blocks whose likeliest is among them. Else as many as the
+// list holds, by bins of their exponents. If what may be drawn is more than the list holds (flat distributions without
+// top-k), the least key that is kept is found by bisection over all ids instead, a pass for each bit. Bound by what one
+// multiprocessor reads from the L2 cache: 5 us a pass over 151,936 logits.
+inline constexpr int DRAW_THREADS = 1024;
+inline constexpr int LIST = DRAW_THREADS; // a thread an entry
+inline constexpr int BINS = 2048;         // of 1/64 of the exponent
+inline constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
+
+struct DrawList {
+    unsigned long long keys[LIST], weights[LIST];
+    unsigned long long groups[DRAW_GROUPS]; // the largest key of each
+    unsigned long long top, least;     // the largest key of all; the k-th of the groups', 0: there are fewer
+    uint16_t blocks[BEST_BLOCKS];      // of the head's, those that have ids from `least` on
+    uint32_t bins[BINS];     // how many ids each has
+    int count, cut;          // entries; bins that go to the list
+    int block_count;
+    int answer;              // the id that is drawn
+};
+
+// One row of logits and how to sample from it.
+struct DrawRow {
+    const float* logits;
+    const int exist;
+    const Sampling how;
+    float top = 0; // the largest logit, once it is known
+    __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
+    __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
+    __device__ float exponent(float logit) const { return (logit - top) / how.temperature; }
+    // f(id, its logit) for this thread's ids, with eight loads on their way at once.
+    template <class F> __device__ __forceinline__ void each(F f) const {
+        constexpr int LOADS = 8;
+        for (int first = threadIdx.x; first < exist; first += LOADS * DRAW_THREADS) {
+            float x[LOADS];
+            GPU_UNROLL
+            for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
+            GPU_UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS)
+                if (id < exist) f(id, usable(x[i]));
+        }
+    }
+    // The same for the ids of list.blocks, of which a warp has one at a time, and a lane four neighbours.
+    template <class F>
+    __device__ __forceinline__ void each_of(const DrawList& list, const RowsDealt& dealt, F f) const {
+        constexpr int LOADS = 3;
+        const int fours = dealt.rows / 4;
+        for (int b = threadIdx.x / 32; b < list.block_count; b += DRAW_THREADS / 32) {
+            const int first = (list.blocks[b] + dealt.blocks - dealt.shift) % dealt.blocks;
+            auto id_of = [&](int i) { return (first + i / fours * dealt.blocks) * dealt.rows + i % fours * 4; };
+            for (int i = threadIdx.x % 32; id_of(i) < exist; i += LOADS * 32) {
+                float4 x[LOADS];
+                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
+                    const int id = id_of(i + l * 32);
+                    x[l] = id < exist ? *(const float4*)(logits + id) : float4{};
+                }
+                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
+                    const int id = id_of(i + l * 32);
+                    const float four[4] = {x[l].x, x[l].y, x[l].z, x[l].w};
+                    GPU_UNROLL for (int j = 0; j < 4; j++) if (id + j < exist) f(id + j, usable(four[j]));
+                }
+            }
+        }
+    }
+    __device__ static unsigned long long weight(float exponent) { // e^-28 is below a step
+        return exponent < -28.f ? 0ull : (unsigned long long)(exp_exact(exponent) * WEIGHT_ONE);
+    }
+    __device__ static int bin(float exponent) { return min(BINS - 1, (int)(exponent * -64)); }
+};
+
+// The largest key, to list.top, and of each group: out of the head's blocks' (`best`), if they looked for it, else out
+// of all logits. Returns the largest key that this thread saw: its block's, or of its ids.
+__device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, const DrawRow& row,
+                                                             const unsigned long long* best, int blocks) {
+    unsigned long long mine = 0;
+    if (best) {
+        if ((int)threadIdx.x < blocks) mine = best[threadIdx.x];
+    } else {
+        row.each([&](int id, float logit) { mine = max(mine, draw_key(logit, id)); });
+    }
+    unsigned long long most = mine;
+    if (most) atomicMax(&list.groups[threadIdx.x % DRAW_GROUPS], most);
+    for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
+    if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
+    __syncthreads();
+    return mine;
+}
+
+// For top-k: the ids from list.least on to the list, in any order, their weight to `listed`. False: there are fewer
+// groups than k, or more ids than the list holds. Weights fall with keys: if the list gets fewer than k ids then no
+// other id has a weight. dealt: to the head's blocks, of which this thread's has `mine`; or to none.
+__device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, const RowsDealt& dealt,
+                                              unsigned long long mine, unsigned long long& listed) {
+    const int groups = dealt.blocks ? min(DRAW_GROUPS, dealt.blocks) : DRAW_GROUPS;
+    if ((int)threadIdx.x < groups) {
+        const unsigned long long own = list.groups[threadIdx.x];
+        int rank = 0;
+        for (int other = 0; other < groups; other++) rank += list.groups[other] > own;
+        if (own && rank == row.k() - 1) list.least = own;
+    }
+    __syncthreads();
+    if (!list.least) return false;
+    if (dealt.blocks) {
+        if (mine >= list.least) list.blocks[atomicAdd(&list.block_count, 1)] = (uint16_t)threadIdx.x;
+        __syncthreads();
+    }
+    const float floor = logit_of(list.least);
+    unsigned long long sum = 0;
+    const auto take = [&](int id, float logit) {
+        if (logit < floor || draw_key(logit, id) < list.least) return;
+        const unsigned long long w = row.weight(row.exponent(logit));
+        if (!w) return;
+        const int at = atomicAdd(&list.count, 1);
+        if (at < LIST) list.keys[at] = draw_key(logit, id), list.weights[at] = w;
+        sum += w;
+    };
+    if (dealt.blocks) row.each_of(list, dealt, take);
+    else row.each(take);
+    listed = block_sum(sum);
+    __syncthreads();
+    const bool fits = list.count <= LIST;
+    __syncthreads(); // all have read it
+    if (!fits && threadIdx.x == 0) list.count = 0;
+    return fits;
+}
+
+// Counts the ids of each bin; the first `cut` bins, as many as the list holds or top-k needs, will go to the list.
+// Returns the sum of all weights.
+__device__ __forceinline__ unsigned long long count_bins(DrawList& list, const DrawRow& row) {
+    unsigned long long all = 0;
+    row.each([&](int, float logit) {
+        const float x = row.exponent(logit);
+        const unsigned long long w = row.weight(x);
+        all += w;
+        if (w) atomicAdd(&list.bins[row.bin(x)], 1u);
+    });
+    all = block_sum(all);
+    __syncthreads();
+    const unsigned enough = min(row.k(), LIST + 1);
+    constexpr int EACH = BINS / DRAW_THREADS;
+    unsigned own = 0;
+    for (int i = 0; i < EACH; i++) own += list.bins[threadIdx.x * EACH + i];
+    unsigned before = (unsigned)block_sum_before(own);
+    for (int i = 0, bin = threadIdx.x * EACH; i < EACH; i++, bin++) {
+        if (before >= enough || before + list.bins[bin] > LIST) atomicMin(&list.cut, bin);
+        before += list.bins[bin];
+    }
+    __syncthreads();
+    return all;
+}
+
+// Their ids to the list, in any order. Returns the sum of their weights.
+__device__ __forceinline__ unsigned long long fill_list(DrawList& list, const DrawRow& row) {
+    unsigned long long sum = 0;
+    row.each([&](int id, float logit) {
+        const float x = row.exponent(logit);
+        const unsigned long long w = row.weight(x);
+        if (!w || row.bin(x) >= list.cut) return;
+        const int at = atomicAdd(&list.count, 1);
+        list.keys[at] = draw_key(logit, id), list.weights[at] = w;
+        sum += w;
+    });
+    sum = block_sum(sum);
+    __syncthreads();
+    return sum;
+}
+
+// Draws from the list, a thread an entry: its rank and the weight of all likelier ones decide whether it is kept, the
+// weight of the kept ones with lower ids whether it is drawn. `all`: the weight of all ids, listed or not.
+__device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& row, unsigned long long all,
+                                               uint64_t random) {
+    const Sampling& how = row.how;
+    const int i = threadIdx.x, n = list.count, k = row.k();
+    const unsigned long long key = i < n ? list.keys[i] : 0, mine = i < n ? list.weights[i] : 0;
+    int rank = 0;
+    unsigned long long before = 0;
+    for (int j = 0; i < n && j < n; j++)
+        if (list.keys[j] > key) rank++, before += list.weights[j];
+    bool kept = i < n && rank < k;
+    const unsigned long long total = n >= k ? block_sum(kept ? mine : 0) : all; // after top-k
+    if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
+    if (how.min_p > 0) kept = kept && (double)mine >= (double)how.min_p * WEIGHT_ONE;
+    const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(random, left);
+    if (!kept && i < n) list.weights[i] = 0;
+    __syncthreads();
+    unsigned long long lower = 0;
+    for (int j = 0; kept && j < n; j++)
+        if ((uint32_t)list.keys[j] > (uint32_t)key) lower += list.weights[j]; // ids are inverted in keys
+    if (kept && lower <= r && r < lower + mine) list.answer = (int)~(uint32_t)key;
+}
+
+// How many ids have keys from `least` on, or (!count) their weight.
+__device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsigned long long least, bool count) {
+    unsigned long long sum = 0;
+    row.each([&](int id, float logit) {
+        const unsigned long long w = row.weight(row.exponent(logit));
+        if (w && draw_key(logit, id) >= least) sum += count ? 1 : w;
+    });
+    return block_sum(sum);
+}
+
+// The least key that top-k and then top-p keep: the largest that is enough, found bit by bit, from the highest down.
+__device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, unsigned long long top) {
+    unsigned long long least = 0;
+    if (row.how.top_k > 0)
+        for (int bit = 63; bit >= 0; bit--)
+            if (sum_from(row, least | 1ull << bit, true) >= (unsigned long long)row.k()) least |= 1ull << bit;
+    if (row.how.top_p < 1) {
+        const double need = (double)row.how.top_p * (double)sum_from(row, least, false);
+        unsigned long long found = 0;
+        for (int bit = 63; bit >= 0; bit--)
+            if ((double)sum_from(row, found | 1ull << bit, false) >= need) found |= 1ull << bit;
+        least = max(least, min(found, top));
+    }
+    return least;
+}
+
+// Draws from all ids: those from `least` on, in order, a range of neighbours a thread.
+__device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row, uint64_t random) {
+    const unsigned long long least = least_kept(row, list.top);
+    const double floor_weight = (double)row.how.min_p * WEIGHT_ONE;
+    auto kept = [&](int id) {
+        const float logit = usable(row.logits[id]);
+        const unsigned long long w = row.weight(row.exponent(logit));
+        return draw_key(logit, id) >= least && (row.how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
+    };
+    const int each = (row.exist + DRAW_THREADS - 1) / DRAW_THREADS;
+    const int from = min(row.exist, (int)threadIdx.x * each), to = min(row.exist, from + each);
+    unsigned long long sum = 0;
+    for (int id = from; id < to; id++) sum += kept(id);
+    const unsigned long long r = __umul64hi(random, block_sum(sum));
+    unsigned long long lower = block_sum_before(sum);
+    if (lower <= r && r < lower + sum)
+        for (int id = from; id < to; id++) {
+            const unsigned long long w = kept(id);
+            if (r < lower + w) { list.answer = id; break; }
+            lower += w;
+        }
+}
+
+__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
+sample_kernel(const float* all_logits,        // (R,V)
+              size_t V, const Draw* draws,    // (R)
+              const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
+              RowsDealt dealt,                // ... to which its rows were dealt; V and `rows`: multiples of 4
+              DrawState state) {
+    __shared__ DrawList list;
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, i = threadIdx.x;
+    if (state.seq[r] < 0) return;
+    DrawRow row(all_logits + r * V, draws[r]);
+    const Sampling& how = row.how;
+    for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
+    if (i < DRAW_GROUPS) list.groups[i] = 0;
+    if (i == 0) list.top = list.least = 0, list.count = list.block_count = 0, list.cut = BINS;
+    __syncthreads();
+    const unsigned long long mine = find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, dealt.blocks);
+    const int likeliest = (int)~(uint32_t)list.top;
+    if (i == 0) list.answer = likeliest;
+    if (how.temperature != 0 && row.exist > 1) {
+        row.top = logit_of(list.top);
+        const Philox bits = philox(how.seed, (uint64_t)state.pos[r] + 1, STREAM_SAMPLE);
+        const uint64_t random = (uint64_t)bits.v[1] << 32 | bits.v[0];
+        unsigned long long all, listed;
+        bool within = how.top_k > 0 && list_from_kth(list, row, dealt, mine, listed);
+        if (within) all = listed;
+        else {
+            all = count_bins(list, row), listed = fill_list(list, row);
+            // Nothing that may be drawn is missing from the list: top-k or top-p cuts within it, or it has all.
+            const bool top_p_within =
+                how.top_k <= 0 && how.top_p < 1 && (double)listed >= (double)how.top_p * (double)all;
+            within = list.count >= row.k() || listed == all || top_p_within;
+        }
+        if (within) draw_from_list(list, row, all, random);
+        else draw_from_all(list, row, random);
+    }
+    __syncthreads();
+    if (i == 0) publish(state, r, V, list.answer);
+}
+
+void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const Draw* draws,
+                const unsigned long long* best, const RowsDealt& dealt, const DrawState& state, int R) {
+    launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
+                  dealt, state);
+}
+
+// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread
+// whose id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no
+// list can overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
+likeliest_kernel(Likeliest* out,                        // (R)
+                 const float* all_logits,               // (R,V)
+                 size_t V, int exist, const int* seq,   // (R) -1: a spare row
+                 const int* wanted) {                   // by seq: how many ids; -1: the row is left alone
+    __shared__ unsigned long long tops[DRAW_THREADS / 32];
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (seq[r] < 0 || wanted[seq[r]] < 0) return;
+    const float* logits = all_logits + r * V;
+    auto key = [&](int id) { return draw_key(usable(logits[id]), id); };
+    auto largest = [](unsigned long long x) {
+        for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
+        return x;
+    };
+    auto largest_of_all = [&](unsigned long long x) { // for all threads
+        x = largest(x);
+        if (lane == 0) tops[warp] = x;
+        __syncthreads();
+        x = largest(tops[lane]);
+        __syncthreads(); // before `tops` is written again
+        return x;
+    };
+    unsigned long long own = 0; // the likeliest of this thread's ids that have not been taken; 0: all have
+    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) own = max(own, key(id));
+    unsigned long long best = largest_of_all(own);
+    const float top = usable(logits[~(uint32_t)best]);
+    float sum = 0;
+    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) sum += expf(usable(logits[id]) - top);
+    sum = block_sum(sum);
+    const int count = min(min(wanted[seq[r]], MAX_LIKELIEST), exist);
+    if (threadIdx.x == 0) out[r].log_sum = top + logf(sum), out[r].count = count;
+    for (int i = 0; i < count; i++) {
+        if (i > 0) best = largest_of_all(own);
+        const int id = (int)~(uint32_t)best, owner = id % DRAW_THREADS;
+        if (threadIdx.x == 0) out[r].id[i] = id, out[r].logit[i] = usable(logits[id]);
+        if (owner / 32 != warp) continue;
+        unsigned long long next = 0;
+        for (int other = owner + lane * DRAW_THREADS; other < exist; other += 32 * DRAW_THREADS)
+            if (key(other) < best) next = max(next, key(other));
+        next = largest(next);
+        if (lane == owner % 32) own = next;
+    }
+}
+void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
+                          const int* wanted, int R) {
+    if (exist < 1 || (size_t)exist > V) DIE("likeliest: %d ids of %zu", exist, V);
+    launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
+}
+#endif
+
+// ========================================================================================================= 13 Backward
+// In the order of Book I's backward ops. dx = dy W, dW = dy^T x and the head's products are tile_product's, in other layouts
+// and with epilogues of their own.
+
+// ---- head_loss. The epilogue leaves parts of a softmax for cross_entropy_kernel, and the weights.
+struct LossEpilogue : Epilogue {
+    static constexpr bool PARTS = true;
+    bf16* weights;      // (R,ld), or null
+    float2* parts;      // (R,pieces)
+    float* right;       // (R)
+    const int* target;  // (R)
+    const float* since; // (R)
+    const int* again;   // null: the first time
+    size_t ld, pieces;
+    int first; // of the head's rows
+    __device__ bool skipped() const {
+        if (again) wait_for_previous();
+        return again && !*again;
+    }
+    __device__ float from(int n) const { return again ? since[n] : 0; }
+    __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
+    __device__ int chosen_row(int n) const { return target[n] - first; }
+    __device__ void chosen(int n, float y) { right[n] = y; }
+    static constexpr int OUTPUTS = 1;
+    BOTH Output<bf16> output(int) const { return {weights, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
+    __device__ void four(int n, int r, const float4& y, const float4& second) { put_values(*this, n, r, y, second); }
+};
+
+#if COMPILED(PART_LOSS)
+// ---- cross_entropy. A block a row. Of each 64 logits of it `parts` has the largest, and the sum of w = e^(logit -
+// from), which `weights` (R,V) holds, or is null; loss[r] was the target's logit. The row's gradient is factor (w, less
+// their sum at the target), so that one of its weights changes. `from` is zero at first: if w of some row might leave
+// what a float holds, all rows are asked for `again`, this one's from its largest logit on.
+__global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
+                                                            int* again, const float2* parts, int pieces,
+                                                            const int* target, float scale, const float* by, int V,
+                                                            bool second) {
+    __shared__ float tops[8], sums[8];
+    let_next_start();
+    wait_for_previous();
+    if (second && !*again) return;
+    const int r = blockIdx.x, warp = threadIdx.x / 32;
+    parts += (size_t)r * pieces;
+    float top = -1e30f, sum = 0;
+    for (int i = threadIdx.x; i < pieces; i += 256) top = fmaxf(top, parts[i].x), sum += parts[i].y;
+    sum = warp_sum(sum);
+    for (int lane = 16; lane; lane /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
+    if (threadIdx.x % 32 == 0) tops[warp] = top, sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++) top = fmaxf(top, tops[w]), sum += sums[w];
+    const float since = second ? from[r] : 0, right = loss[r];
+    if (!second) {
+        const bool far = !(fabsf(top) < 60); // (e^60 = 1e26)
+        from[r] = far ? top : 0;
+        if (far) *again = 1;
+    }
+    loss[r] = logf(sum) + since - right;
+    if (!weights) return;
+    factor[r] = (by ? scale * by[r] : scale) / sum;
+    weights[(size_t)r * V + target[r]] = round_bf16(exp2_fast((right - since) * LOG2E) - sum);
+}
+
+// ---- add_losses. One block.
+__global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const float* loss, int R) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (int r = threadIdx.x; r < R; r += 1024) sum += loss[r];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) {
+    launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R);
+}
+
+// ---- scale_rows. A block a row, a thread every 256th number.
+__global__ void __launch_bounds__(256) scale_rows_kernel(bf16* x, size_t ld, const float* by, int n) {
+    let_next_start();
+    wait_for_previous();
+    bf16* row = x + blockIdx.x * ld;
+    const float scale = by[blockIdx.x];
+    for (int i = threadIdx.x; i < n; i += 256) row[i] = round_bf16(to_acc(row[i]) * scale);
+}
+void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n) {
+    launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
+}
+
+// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; their weights in the
+// softmax do, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of `logits`.
+void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
+                          float* parts, const bf16* x, const int* rows, const int* target, float scale,
+                          const float* by, const Linear<bf16>& W, int R) {
+    const int V = W.out(), pieces = (V + 63) / 64;
+    float2* const of_64 = (float2*)parts;
+    float* const from = parts + (size_t)R * pieces * 2;
+    int* const again = (int*)from + R;
+    bf16* const weights = dlogits ? (bf16*)logits : nullptr;
+    clear(ctx, again, 1);
+    pick_rows_gpu(ctx, picked, x, rows, R, W.in);
+    for (bool second : {false, true}) {
+        Optional::parts(ctx, W, false, [&](int first, int count, const bf16* part) {
+            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, target,
+                                           from, second ? again : nullptr, (size_t)V, (size_t)pieces, first};
+            const TileArgs p = {picked, part, R, W.in, count};
+            if (!Optional::tiles<false, false>(ctx, p, epilogue)) launch_tiles<Tile128x128>(ctx, p, epilogue);
+        });
+        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
+               by, V, second);
+    }
+}
+#endif
+
+// ---- head_backward: the gradient of row n of the picked ones goes to row rows[n].
+struct ScatterEpilogue : Epilogue {
+    bf16* out;           // (., C)
+    const float* factor; // (R)
+    const int* rows;     // (R)
+    size_t C;
+    ScatterEpilogue(bf16* out, const float* factor, const int* rows, size_t C)
+        : out(out), factor(factor), rows(rows), C(C) {}
+    __device__ void four(int n, int c, const float4& y, const float4&) {
+        const float by = factor[n];
+        store_four(out + rows[n] * C + c, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
+};
+
+#if COMPILED(PART_LOSS)
+void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+                              const int* rows, const Linear<bf16>& W, int R) {
+    Optional::parts(ctx, W, true, [&](int first, int count, const bf16* weights) {
+        TileArgs p = {dlogits, weights, R, W.out(), count};
+        p.ldx = (int)ld;
+        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, factor, rows, W.in));
+    });
+}
+#endif
+
+#if COMPILED(PART_TEXT)
+// ---- rmsnorm_backward. A block has a token; or with DW every so many, and adds up its part of dw in shared memory,
+// where each thread has its own columns, for `partial` (blocks, C). Bound by memory.
+inline constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
+template <bool DW>
+__global__ void __launch_bounds__(128, NORM_BLOCKS)
+rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial, const bf16* dout, const float* x,
+                        const bf16* w, int N, int C, float eps) {
+    extern __shared__ float dw[]; // (C)
+    __shared__ float parts[2][2][4];
+    let_next_start();
+    wait_for_previous();
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512) *(float4*)(dw + i) = {};
+    for (int n = blockIdx.x, turn = 0; n < N; n += DW ? gridDim.x : N, turn ^= 1) {
+        const size_t at = (size_t)n * C;
+        float squares = 0, mixed = 0;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+            mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
+                     a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+        }
+        squares = warp_sum(squares), mixed = warp_sum(mixed);
+        float(&part)[2][4] = parts[turn];
+        if (threadIdx.x % 32 == 0) part[0][threadIdx.x / 32] = squares, part[1][threadIdx.x / 32] = mixed;
+        __syncthreads();
+        squares = part[0][0] + part[0][1] + part[0][2] + part[0][3];
+        mixed = part[1][0] + part[1][1] + part[1][2] + part[1][3];
+        const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            float4 g = *(const float4*)(dx + at + i);
+            g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
+            g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
+            *(float4*)(dx + at + i) = g;
+            if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
+            if (normed)
+                *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
+                                                        pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+            if (!DW) continue;
+            float4 sum = *(const float4*)(dw + i);
+            sum.x += low(d.x) * a.x * r, sum.y += high(d.x) * a.y * r;
+            sum.z += low(d.y) * a.z * r, sum.w += high(d.y) * a.w * r;
+            *(float4*)(dw + i) = sum;
+        }
+    }
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512)
+        *(float4*)(partial + (size_t)blockIdx.x * C + i) = *(const float4*)(dw + i);
+}
+// dw[i] += what the blocks left, in order. A block has 32 columns, a warp every 32nd row.
+__global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const float* partial, int rows, int C) {
+    __shared__ float sums[32][32];
+    let_next_start();
+    wait_for_previous();
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sum = 0;
+    #pragma unroll 8
+    for (int row = warp; row < rows; row += 32) sum += column < C ? partial[(size_t)row * C + column] : 0;
+    sums[warp][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (warp || column >= C) return;
+    for (int other = 1; other < 32; other++) sum += sums[other][threadIdx.x];
+    dw[column] += sum;
+}
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
+                                 const float* x, const bf16* w, int N, int C, float eps) {
+    float* const partial = ctx.gpu->partial;
+    if (!dw)
+        return launch(ctx, rmsnorm_backward_kernel<false>, N, 128, 0, dx, dy, normed, partial, dout, x, w, N, C, eps);
+    const int most = (int)(PARTIAL_BYTES / (C * sizeof(float)));
+    const int blocks = std::min({N, NORM_BLOCKS * ctx.gpu->sms, most});
+    launch(ctx, rmsnorm_backward_kernel<true>, blocks, 128, C * sizeof(float), dx, dy, normed, partial, dout, x, w, N,
+           C, eps);
+    launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
+}
+#endif
+
+// ---- linear_backward_input.
+struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
+    static constexpr bool MASKS = true;
+    DropoutMasks masks;
+    int rank;
+    float scale;
+    DropEpilogue(bf16* out, size_t ld, const DropoutMasks& masks, int rank, float scale)
+        : StoreEpilogue(out, ld), masks(masks), rank(rank), scale(scale) {}
+};
+
+struct LoraUpEpilogue : Epilogue { // linear_backward_input: dB += s y, in the rows and columns that belong together
+    static constexpr bool ADDS = true;
+    float* dB; // (out, m * rank)
+    float s;
+    int rank, columns, first[3], last[3]; // rows of module j
+    LoraUpEpilogue(float* dB, const Linear<bf16>& W)
+        : dB(dB), s(W.adapter.s), rank(W.adapter.rank), columns((int)W.adapter.width()), first(), last() {
+        for (int j = 0; j < W.adapter.modules; j++) {
+            const int block = W.adapter.block[j];
+            first[j] = W.first_row(block), last[j] = first[j] + W.rows[block];
+        }
+    }
+    __device__ bool own(int r, int c) const { return r >= first[c / rank] && r < last[c / rank]; }
+    __device__ float4 old_four(int r, int c) const {
+        return own(r, c) ? *(const float4*)(dB + (size_t)r * columns + c) : float4{};
+    }
+    __device__ void four(int r, int c, const float4& y, const float4& old) {
+        if (!own(r, c)) return;
+        const float4 sum = {old.x + s * y.x, old.y + s * y.y, old.z + s * y.z, old.w + s * y.w};
+        store_four(dB + (size_t)r * columns + c, sum);
+    }
+};
+// dh and dB of an adapter. `scratch` has as many numbers as dx.
+void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
+#if COMPILED(PART_LORA_UP)
+void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N) {
+    if (Optional::lora_up(ctx, dh, dB, scratch, dy, W, N)) return;
+    const Adapter<bf16>& a = W.adapter;
+    const int width = (int)a.width(), out = W.out();
+    tile_product<false, true>(ctx, {dy, a.B, N, out, width}, StoreEpilogue<bf16>(dh, width));
+    tile_product<true, true>(ctx, {dy, a.h, out, N, width}, LoraUpEpilogue(dB, W));
+}
+#endif
+
+// dx = dy W and the adapter's part, whose dh and A are further columns of dy and W; the epilogue drops, or does not.
+template <class Drop, class Store>
+void input_product(Context& ctx, bf16* dh, const bf16* dy, const Linear<bf16>& W, const LoraArgs& lora, Drop drop,
+                   Store store) {
+    Optional::weights(ctx, W, [&](const bf16* weights) {
+        TileArgs p = {dy, weights, lora.N, W.out(), W.in};
+        if (lora.width()) p.more_x = dh, p.more_W = W.adapter.A, p.more = lora.width(), p.more_last = lora.dropping;
+        if (lora.dropping) tile_product<false, true>(ctx, p, drop);
+        else tile_product<false, true>(ctx, p, store);
+    });
+}
+#if COMPILED(PART_BACKWARD_LINEAR)
+void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy,
+                                      const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    if (lora.width()) lora_up_backward(ctx, dh, dB, dx, dy, W, N);
+    input_product(ctx, dh, dy, W, lora, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale),
+                  StoreEpilogue<bf16>(dx, W.in));
+}
+#endif
+
+// ---- linear_backward_weight.
+#if COMPILED(PART_WEIGHT)
+// dW of training, and X^T X of GPTQ (model/quantize.h).
+void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
+                                int in) {
+    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
+    p.ldx = transposed.ldw = (int)ld;
+    if (!Optional::weight_gradient(ctx, dW, p, transposed)) tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
+}
+#endif
+
+#if COMPILED(PART_TEXT)
+// ---- lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
+// tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
+// pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
+// module. lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile
+// would take longer, alone). Bound by the memory's speed.
+template <int GROUPS> struct LoraWeightShape {
+    static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
+    static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
+    static constexpr int KEPT_BYTES = 2 * 64 * 8;              // of a module: two columns of 64 words
+    static constexpr int H_AT = X_BYTES, KEPT_AT = H_AT + 64 * H_ROW;
+    static constexpr int STAGE_BYTES = KEPT_AT + GROUPS * KEPT_BYTES;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES, TILE_BYTES = GROUPS * 32 * 128 * sizeof(float);
+};
+// Two neighbours of fragment f of a thread's sums, f = 4 group + 2 (16 rows) + (8 columns), are added to dA.
+__device__ __forceinline__ void add_to_dA(float* dA, const LoraArgs& p, int first, int c0, int f, int thread, int half,
+                                          float2 sum) {
+    const int j = p.module_of(first + f / 4), g = thread % 32 / 4, t = thread % 4;
+    const int r = p.first_row(first + f / 4) + f / 2 % 2 * 16 + half * 8 + g;
+    const int c = c0 + thread / 32 * 16 + f % 2 * 8 + 2 * t;
+    if (j >= p.modules || r >= p.rank || c >= p.in) return;
+    float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
+    const float2 old = *to;
+    *to = make_float2(fmaf(p.scale, sum.x, old.x), fmaf(p.scale, sum.y, old.y));
+}
+template <int GROUPS>
+__global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
+                                                             float* partial) {
+    using S = LoraWeightShape<GROUPS>;
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first = blockIdx.y * GROUPS, c0 = blockIdx.x * 128;
+    const int share = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, begin = blockIdx.z * share;
+    const int end = min(p.N, begin + share), steps = (end - begin + 63) / 64;
+    const auto copy = [&](int step) {
+        const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
+        const int n0 = begin + step * 64;
+        #pragma unroll
+        for (int k = 0; k < 64; k += 16) {
+            const int row = threadIdx.x / 16 + k, chunk = threadIdx.x % 16, c = c0 + chunk * 8;
+            copy_async(stage + row * 256 + ((chunk ^ row % 8) << 4), x + (size_t)(n0 + row) * p.in + c,
+                       n0 + row < end && c < p.in);
+        }
+        const int row = threadIdx.x / 4, chunk = threadIdx.x % 4;
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k), r = p.first_row(first + k) + chunk * 8;
+            copy_async(stage + S::H_AT + row * S::H_ROW + k * 64 + chunk * 16,
+                       dh + (size_t)(n0 + row) * p.width() + j * p.rank + r,
+                       n0 + row < end && j < p.modules && r < p.rank);
+            if (!p.dropping || threadIdx.x >= 128) continue;
+            const int i64 = c0 / 64 + threadIdx.x / 64, n = n0 + threadIdx.x % 64; // (two words: N may be odd)
+            copy_few_async<8>(stage + S::KEPT_AT + k * S::KEPT_BYTES + threadIdx.x * 8, p.kept.at(j, i64, n),
+                         n < end && j < p.modules && i64 < p.kept.sixty_fours);
+        }
+        commit_copies();
+    };
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++)
+        if (s < steps) copy(s);
+        else commit_copies();
+    float sum[GROUPS * 2][2][4] = {};
+    for (int step = 0; step < steps; step++) {
+        wait_for_copies<S::STAGES - 2>();
+        __syncthreads();
+        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
+        else commit_copies();
+        const int at = step % S::STAGES * S::STAGE_BYTES;
+        const uint32_t x_at = shared + at, h_at = x_at + S::H_AT;
+        // Lane 16 c + 4 i + t fetches the masks of tokens 16 i + 2 t + {0, 1, 8, 9} and of the warp's eight columns c.
+        uint32_t kept[GROUPS];
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            kept[k] = ~0u;
+            if (!p.dropping) continue;
+            const uint8_t* bytes = (const uint8_t*)memory + at + S::KEPT_AT + k * S::KEPT_BYTES + warp / 4 * 64 * 8 +
+                                   (lane / 4 % 4 * 16 + t * 2) * 8 + warp % 4 * 2 + lane / 16;
+            kept[k] = bytes[0] | bytes[8] << 8 | bytes[64] << 16 | (uint32_t)bytes[72] << 24;
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) { // 16 tokens
+            uint32_t b[4];            // tokens 2 t .., 2 t + 8 .. by eight columns, and by the next eight
+            const int row = i * 16 + lane % 16, chunk = warp * 2 + lane / 16;
+            ldmatrix_transposed(b, x_at + row * 256 + ((chunk ^ row % 8) << 4));
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++) {
+                uint32_t y[4];
+                #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const uint32_t top = __shfl_sync(~0u, kept[k], c * 16 + i * 4 + t) << (7 - g);
+                    y[2 * c] = b[2 * c] & spread_bits(top, top, 0x9988);
+                    y[2 * c + 1] = b[2 * c + 1] & spread_bits(top, top, 0xbbaa);
+                }
+                #pragma unroll
+                for (int f = 0; f < 2; f++) {
+                    uint32_t a[4];
+                    ldmatrix_transposed(a, h_at + (i * 16 + lane % 8 + lane / 16 * 8) * S::H_ROW +
+                                               (k * 4 + f * 2 + lane / 8 % 2) * 16);
+                    mma(sum[2 * k + f][0], a[0], a[1], a[2], a[3], y[0], y[1]);
+                    mma(sum[2 * k + f][1], a[0], a[1], a[2], a[3], y[2], y[3]);
+                }
+            }
+        }
+    }
+    wait_for_copies<0>();
+    let_next_start();
+    const size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
+    #pragma unroll
+    for (int f = 0; f < GROUPS * 4; f++) {
+        const float(&v)[4] = sum[f / 2][f % 2];
+        if (gridDim.z > 1) {
+            ((float4*)partial)[(at * GROUPS * 4 + f) * 256 + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
+            continue;
+        }
+        for (int half = 0; half < 2; half++)
+            add_to_dA(dA, p, first, c0, f, threadIdx.x, half, make_float2(v[2 * half], v[2 * half + 1]));
+    }
+}
+// Grid: (8 groups, columns / 128, groups / GROUPS). A thread owns two numbers of a tile.
+__global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraArgs p, const float* partial,
+                                                               int splits) {
+    let_next_start();
+    wait_for_previous();
+    const int groups = gridDim.x / 8, i = blockIdx.x * 256 + threadIdx.x; // as lora_weight_kernel's threads leave them
+    const size_t tile = (size_t)blockIdx.z * gridDim.y + blockIdx.y, numbers = (size_t)groups * 2048;
+    const float2* part = (const float2*)partial + tile * splits * numbers + i;
+    float2 sum = {};
+    #pragma unroll 12
+    for (int split = 0; split < splits; split++) {
+        const float2 v = __ldcg(part + split * numbers);
+        sum.x += v.x, sum.y += v.y;
+    }
+    add_to_dA(dA, p, blockIdx.z * groups, blockIdx.y * 128, i / 512, i / 2 % 256, i % 2, sum);
+}
+
+void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W,
+                                     int N) {
+    const LoraArgs p(W, N);
+    in_groups(p.groups(), [&](auto groups) {
+        using S = LoraWeightShape<groups>;
+        const int columns = (p.in + 127) / 128, rows = (p.groups() + groups - 1) / groups, tiles = columns * rows;
+        const int most = (int)(PARTIAL_BYTES / (S::TILE_BYTES * tiles)); // splits that the scratch has room for
+        const int splits = std::max(1, std::min({(N + 63) / 64, 2 * ctx.gpu->sms / tiles, most}));
+        float* const partial = ctx.gpu->partial;
+        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p, partial);
+        if (splits > 1)
+            launch(ctx, lora_weight_sums_kernel, dim3(8 * groups, columns, rows), 256, 0, dA, p, partial, splits);
+    });
+}
+#endif
+
+// ---- linear_backward_swiglu: a sum is dhidden's; `second` is what gate_up has there, as bits.
+template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
+    static constexpr bool ADDS = true, MASKS = DROPS;
+    bf16 *dgate_up, *hidden; // (N,2F); (N,F), or null
+    const bf16* gate_up;     // (N,2F)
+    size_t F;
+    DropoutMasks masks;
+    int rank;
+    float scale;
+    SwigluBackwardEpilogue(bf16* dgate_up, bf16* hidden, const bf16* gate_up, size_t F, const LoraArgs& lora)
+        : dgate_up(dgate_up), hidden(hidden), gate_up(gate_up), F(F), masks(lora.kept), rank(lora.rank),
+          scale(lora.scale) {}
+    __device__ float4 old_four(int n, int f) const {
+        const float2 g = *(const float2*)(gate_up + n * 2 * F + f), u = *(const float2*)(gate_up + (n * 2 + 1) * F + f);
+        return make_float4(g.x, g.y, u.x, u.y);
+    }
+    __device__ void four(int n, int f, const float4& y, const float4& old) {
+        const float d4[] = {y.x, y.y, y.z, y.w};
+        const uint32_t gates[] = {__float_as_uint(old.x), __float_as_uint(old.y)};
+        const uint32_t ups[] = {__float_as_uint(old.z), __float_as_uint(old.w)};
+        float out[4], dg[4], du[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float g = i % 2 ? high(gates[i / 2]) : low(gates[i / 2]);
+            const float u = i % 2 ? high(ups[i / 2]) : low(ups[i / 2]), d = to_acc(round_bf16(d4[i]));
+            const float sigma = __fdividef(1, 1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
+            out[i] = silu * u, dg[i] = d * u * sigma * (1 + g * (1 - sigma)), du[i] = d * silu;
+        }
+        if (hidden) store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
+        store_four(dgate_up + n * 2 * F + f, make_float4(dg[0], dg[1], dg[2], dg[3]));
+        store_four(dgate_up + (n * 2 + 1) * F + f, make_float4(du[0], du[1], du[2], du[3]));
+    }
+};
+
+#if COMPILED(PART_BACKWARD_SWIGLU)
+void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,
+                                       const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    if (lora.width()) lora_up_backward(ctx, dh, dB, dgate_up, dy, W, N);
+    input_product(ctx, dh, dy, W, lora, SwigluBackwardEpilogue<true>(dgate_up, hidden, gate_up, W.in, lora),
+                  SwigluBackwardEpilogue<false>(dgate_up, hidden, gate_up, W.in, lora));
+}
+#endif
+
+// ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
+// trained (FlashAttention-2's backward pass without its atomics)
+// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
+// of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
+// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
+//     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
+// The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
+// rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
+// needs. A warp skips tiles in which its keys and queries do not meet.
+struct AttentionBackward {
+    bf16* dqkv;                // (N,(H+2K)D) out
+    const bf16 *dout, *q;      // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    const float *lse, *delta;  // (N,H)
+    Batch b;
+    int H, K;
+    // attend_backward's: qkv (N,(H+2K)D) before norm and RoPE, whose gradient dqkv then is.
+    const bf16 *qkv = nullptr, *q_weight = nullptr, *k_weight = nullptr;
+    const float* rope = nullptr;
+    float eps = 0;
+};
+inline constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
+inline constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
+inline constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
+inline constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
+// Shared memory of either block: keys, values, two stages of q and two of dout, 64 rows each; or q and dout, 128 rows
+// each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D =
+// 128.
+inline constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
+
+// delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256. Bound by memory.
+template <int D> __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf16* out, size_t rows) {
+    let_next_start();
+    wait_for_previous();
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / (D / 8);
+    float sum = 0;
+    if (row < rows) {
+        const uint4 a = *(const uint4*)(dout + i * 8), b = *(const uint4*)(out + i * 8);
+        sum = low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y) +
+              low(a.z) * low(b.z) + high(a.z) * high(b.z) + low(a.w) * low(b.w) + high(a.w) * high(b.w);
+    }
+    #pragma unroll
+    for (int lane = D / 16; lane; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (row < rows && i % (D / 8) == 0) delta[row] = sum;
+}
+
+// The query rows of a KV head.
+struct HeadQueries {
+    int H, G, kv;
+    uint32_t inverse; // 2^31 / G, rounded up
+    __device__ HeadQueries(const AttentionBackward& p, int kv)
+        : H(p.H), G(p.H / p.K), kv(kv), inverse((0x80000000u + G - 1) / G) {}
+    // r / G, exact as long as r * G < 2^31.
+    __device__ int token(int r) const { return (int)__umulhi(2 * (uint32_t)r, inverse); }
+    // Row r of q and dout, of lse and delta: n H + kv G + r % G, for n = token(r).
+    __device__ int place(int r, int n) const { return r + n * (H - G) + kv * G; }
+};
+
+// s, scores, become probabilities: 2^(s scale log2(e) - lse log2(e)). lse_of(i, j, e) is that of the number's query
+// row.
+template <int I, int J, class F>
+__device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, F lse_of) {
+    each_score(s, [&](float& x, int i, int j, int e) {
+        x = exp2_fast(fmaf(x, scale * LOG2E, -lse_of(i, j, e) * LOG2E));
+    });
+}
+
+// ---- dk and dv. A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all
+// query rows that see one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries,
+// so that they lie as the weights of the two sums want them.
+
+// One past the last token that sees one of the tokens before m1, or a spare row: each of THREADS asks one token, evenly
+// spaced between what is known to see one and what is known not to, until no gap is left. count(x): how many of them
+// say so, for all of them.
+template <int THREADS, class F>
+__device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1, F count) {
+    int end = m0, past = b.N;
+    while (end < past) {
+        const int stride = (past - end + THREADS - 1) / THREADS, n = end + (int)threadIdx.x % THREADS * stride;
+        const int seeing = count(n < past && b.seq[n] >= 0 && n - b.pos[n] < m1);
+        past = min(past, end + seeing * stride);
+        if (seeing) end += (seeing - 1) * stride + 1;
+    }
+    return end;
+}
+
+// Query rows, up to `rows`, pass through two stages of shared memory, with dout, lse, delta and position.
+template <int D> struct PassingQueries {
+    static constexpr int TILE = PASSING_ROWS * HeadTile<D>::ROW;
+    const AttentionBackward& p;
+    const HeadQueries heads;
+    int rows;
+    uint32_t q_tiles, dout_tiles;
+    float* numbers; // of each stage 64 lse, 64 delta, 64 positions
+    HeadRows<D> mine;
+
+    __device__ __forceinline__ const float* lse(int stage) const { return numbers + stage * 3 * PASSING_ROWS; }
+    __device__ __forceinline__ const float* delta(int stage) const { return lse(stage) + PASSING_ROWS; }
+    __device__ __forceinline__ const int* pos(int stage) const { return (const int*)(lse(stage) + 2 * PASSING_ROWS); }
+    __device__ __forceinline__ void copy(int stage, int row0) const {
+        const int last = max(rows, 1) - 1;
+        #pragma unroll
+        for (int i = 0; i < PASSING_ROWS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP, row = min(row0 + r, last);
+            const int to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8;
+            copy_async(q_tiles + to, p.q + at, row0 + r < rows);
+            copy_async(dout_tiles + to, p.dout + at, row0 + r < rows);
+        }
+        const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last), n = heads.token(row);
+        const uint32_t to = shared_address(lse(stage) + r);
+        if (threadIdx.x < PASSING_ROWS) {
+            copy_few_async<4>(to, p.lse + heads.place(row, n), row0 + r < rows);
+            copy_few_async<4>(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
+        } else copy_few_async<4>(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
+        commit_copies();
+    }
+};
+
+// The keys and values of tokens m0 .., of which those from `end` on are zeros, to tiles.
+template <int D>
+__device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, int end, int kv, uint32_t k_tile,
+                                          uint32_t v_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_KEYS; r += mine.STEP) {
+        const bool there = m0 + r < end;
+        const int slot = there ? p.b.slot[m0 + r] : 0, to = HeadTile<D>::at(r, mine.chunk);
+        const size_t at = kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D) + mine.chunk * 8;
+        copy_async(k_tile + to, p.keys + at, there);
+        copy_async(v_tile + to, p.values + at, there);
+    }
+}
+
+// A quad of lanes holds two rows in store_row's layout; g becomes the gradient of the heads `head` of tokens n before
+// norm and RoPE. The rule is WarpHeadBackward's; it is linear in g, so a factor of g may follow later. Spare rows stay
+// zero. All loads of both rows are issued before the first number is used.
+template <int D>
+__device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, float (&g)[D / 8][4], const int (&n)[2],
+                                                  const int (&head)[2]) {
+    constexpr int J = D / 16; // g[j] and g[j + J] are of the same planes
+    const int quad = threadIdx.x % 4;
+    const uint32_t* w = (const uint32_t*)(head[0] < p.H ? p.q_weight : p.k_weight) + quad;
+    uint32_t x[2][2 * J];
+    const float4* angles[2];
+    bool spare[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int token = min(n[h], p.b.N - 1), pos = p.b.pos[token];
+        const uint32_t* row = (const uint32_t*)(p.qkv + ((size_t)token * (p.H + 2 * p.K) + head[h]) * D) + quad;
+        spare[h] = p.b.seq[token] < 0;
+        angles[h] = (const float4*)(p.rope + (size_t)(spare[h] ? 0 : pos) * D) + quad;
+        #pragma unroll
+        for (int j = 0; j < 2 * J; j++) x[h][j] = row[j * 4];
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float squares = 0, mixed = 0;
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            const float4 angle = angles[h][j * 4]; // cosine and sine of one plane, and of the next
+            const uint32_t xu = x[h][j], xv = x[h][j + J], wu = w[j * 4], wv = w[(j + J) * 4];
+            const auto turn = [](float& u, float& v, float cosine, float sine) {
+                const float a = u;
+                u = a * cosine + v * sine, v = v * cosine - a * sine;
+            };
+            float *u = &g[j][2 * h], *v = &g[j + J][2 * h];
+            turn(u[0], v[0], angle.x, angle.y), turn(u[1], v[1], angle.z, angle.w);
+            squares += low(xu) * low(xu) + low(xv) * low(xv) + high(xu) * high(xu) + high(xv) * high(xv);
+            mixed += low(xu) * low(wu) * u[0] + low(xv) * low(wv) * v[0];
+            mixed += high(xu) * high(wu) * u[1] + high(xv) * high(wv) * v[1];
+        }
+        const float r = 1 / sqrtf(quad_sum(squares) / D + p.eps), mean = quad_sum(mixed) * r * r * r / D;
+        #pragma unroll
+        for (int j = 0; j < 2 * J; j++) {
+            float* y = &g[j][2 * h];
+            y[0] = spare[h] ? 0 : r * low(w[j * 4]) * y[0] - low(x[h][j]) * mean;
+            y[1] = spare[h] ? 0 : r * high(w[j * 4]) * y[1] - high(x[h][j]) * mean;
+        }
+    }
+}
+
+// Stores the gradients of this warp's keys and values from `first` on. Spare rows met no query: theirs are zeros.
+template <int D>
+__device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, float (&dk)[1][D / 8][4],
+                                                          const float (&dv)[1][D / 8][4], int first, int m1, int kv,
+                                                          float scale) {
+    if (p.qkv) through_norm_rope<D>(p, dk[0], {first + score_row(0, 0), first + score_row(0, 2)}, {p.H + kv, p.H + kv});
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int m = first + score_row(0, 2 * h);
+        if (m >= m1) continue;
+        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D;
+        store_row(to, dk[0], h, scale);
+        store_row(to + p.K * D, dv[0], h, 1);
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, TILE = 64 * ROW, J = PASSING_ROWS / 16;
+    static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
+    const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, own = threadIdx.x / 32 * 16 * ROW;
+    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, p.b.N);
+    const int end = end_of_queries<128>(p.b, m0, m1, [](bool sees) { return __syncthreads_count(sees); });
+    const HeadQueries heads(p, kv);
+    const int rows = end * heads.G, first = m0 + threadIdx.x / 32 * 16, last = first + 15; // this warp's keys
+    float* numbers = (float*)((char*)tiles + 6 * TILE);
+    const PassingQueries<D> queries = {p, heads, rows, v_tile + TILE, v_tile + 3 * TILE, numbers};
+    const float scale = 1 / sqrtf((float)D);
+    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+    load_keys<D>(p, m0, min(m1, end), kv, k_tile, v_tile);
+    queries.copy(0, m0 * heads.G);
+    for (int row0 = m0 * heads.G, stage = 0; row0 < rows; row0 += PASSING_ROWS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        queries.copy(stage ^ 1, row0 + PASSING_ROWS);
+        const uint32_t q_tile = queries.q_tiles + stage * TILE, dout_tile = queries.dout_tiles + stage * TILE;
+        const float *lse = queries.lse(stage), *delta = queries.delta(stage);
+        const int *pos = queries.pos(stage), last_row = min(PASSING_ROWS, rows - row0) - 1;
+        const int oldest = heads.token(row0), newest = heads.token(row0 + last_row);
+        if (first > newest || last < oldest - pos[0]) continue;
+        float s[1][2 * J][4] = {}, ds[1][2 * J][4];
+        multiply_rows<D, 1, J>(s, k_tile + own, q_tile);
+        probabilities(s, scale, [&](int, int j, int e) { return lse[score_column(j, e)]; });
+        if (last > oldest || first < newest - pos[last_row])
+            each_score(s, [&](float& x, int, int j, int e) {
+                const int r = score_column(j, e), n = heads.token(row0 + r), m = first + score_row(0, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        add_weighted_rows<D, 1, J>(dv, s, dout_tile);
+        each_score(ds, [&](float& x, int, int j, int e) { x = -delta[score_column(j, e)]; });
+        multiply_rows<D, 1, J>(ds, v_tile + own, dout_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 1, J>(dk, ds, q_tile);
+    }
+    wait_for_copies<0>();
+    store_key_value_gradients<D>(p, dk, dv, first, m1, kv, scale);
+}
+
+// ---- dq. A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they
+// see pass by, 32 at a time.
+
+// Rows row0 .., of which those from `rows` on are zeros: q and dout to tiles; lse, delta and position, a thread a row.
+template <int D>
+__device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0,
+                                                int rows, uint32_t q_tile, uint32_t dout_tile, float* lse,
+                                                float* delta, int* pos) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_ROWS; r += mine.STEP) {
+        const bool there = row0 + r < rows;
+        const int to = HeadTile<D>::at(r, mine.chunk), row = row0 + r;
+        const size_t at = there ? (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8 : 0;
+        copy_async(q_tile + to, p.q + at, there);
+        copy_async(dout_tile + to, p.dout + at, there);
+    }
+    const int t = threadIdx.x, row = row0 + t, n = heads.token(row), at = heads.place(row, n);
+    const bool there = row < rows;
+    lse[t] = there ? p.lse[at] : 0, delta[t] = there ? p.delta[at] : 0, pos[t] = there ? p.b.pos[n] : 0;
+}
+
+// Keys and values of the batch's tokens up to `end` pass through two stages of shared memory. Their slots are read a
+// tile ahead of the copies that need them.
+template <int D> struct PassingKeys {
+    static constexpr int TILE = PASSING_KEYS * HeadTile<D>::ROW, COUNT = PASSING_KEYS / HeadRows<D>::STEP;
+    const AttentionBackward& p;
+    int kv, end;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int slot[COUNT];
+    __device__ __forceinline__ void next_slots(int key0) {
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int m = key0 + mine.row + i * mine.STEP;
+            slot[i] = m < end ? p.b.slot[m] : 0;
+        }
+    }
+    __device__ __forceinline__ void copy(int stage, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int r = mine.row + i * mine.STEP, to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = kv_offset(slot[i] / PAGE, kv, slot[i] % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(k_tiles + to, p.keys + at, key0 + r < end);
+            copy_async(v_tiles + to, p.values + at, key0 + r < end);
+        }
+        commit_copies();
+    }
+};
+
+// Stores the gradients of this warp's queries from first_row on. Spare rows are zeros, as their q and dout were.
+template <int D, int I>
+__device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
+                                                      float (&dq)[I][D / 8][4], int first_row, float scale) {
+    #pragma unroll
+    for (int i = 0; i < I; i++) {
+        int n[2], head[2];
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = first_row + score_row(i, 2 * h), G = heads.G;
+            n[h] = heads.token(r), head[h] = heads.kv * G + r - n[h] * G;
+        }
+        if (p.qkv) through_norm_rope<D>(p, dq[i], n, head);
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (n[h] < p.b.N) store_row(p.dqkv + ((size_t)n[h] * (p.H + 2 * p.K) + head[h]) * D, dq[i], h, scale);
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void query_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, J = PASSING_KEYS / 16;
+    static_assert(GRADIENT_ROWS == 128, "32 rows a warp; a thread asks for a row");
+    const uint32_t q_tile = shared_address(tiles), dout_tile = q_tile + GRADIENT_ROWS * ROW;
+    const uint32_t k_tiles = dout_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * PASSING_KEYS * ROW;
+    float *lse = (float*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW), *delta = lse + GRADIENT_ROWS;
+    int* pos = (int*)(delta + GRADIENT_ROWS);
+    const Batch& b = p.b;
+    const HeadQueries heads(p, kv);
+    const int row0 = tile * GRADIENT_ROWS, n0 = heads.token(row0);
+    const int n1 = heads.token(min(row0 + GRADIENT_ROWS, b.N * heads.G) - 1), n = n0 + threadIdx.x;
+    const int end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * heads.G; // what follows is spare
+    load_query_rows<D>(p, heads, row0, rows, q_tile, dout_tile, lse, delta, pos);
+    // This warp's tokens, and where the sequences of the first and of the last of them begin.
+    const int own = threadIdx.x / 32 * 32, first_row = row0 + own;
+    const int oldest = heads.token(first_row), newest = heads.token(min(first_row + 32, rows) - 1);
+    const bool some = first_row < rows;
+    const int oldest_first = some ? oldest - b.pos[oldest] : b.N, newest_first = some ? newest - b.pos[newest] : b.N;
+    const float scale = 1 / sqrtf((float)D);
+    const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
+    PassingKeys<D> keys = {p, kv, end, k_tiles, v_tiles};
+    float dq[2][D / 8][4] = {};
+    keys.next_slots(key_begin);
+    keys.copy(0, key_begin);
+    keys.next_slots(key_begin + PASSING_KEYS);
+    for (int key0 = key_begin, stage = 0; key0 < end; key0 += PASSING_KEYS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        keys.copy(stage ^ 1, key0 + PASSING_KEYS);
+        keys.next_slots(key0 + 2 * PASSING_KEYS);
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+        const uint32_t k_tile = k_tiles + stage * keys.TILE, v_tile = v_tiles + stage * keys.TILE;
+        float s[2][2 * J][4] = {}, ds[2][2 * J][4];
+        multiply_rows<D, 2, J>(s, q_tile + own * ROW, k_tile);
+        probabilities(s, scale, [&](int i, int, int e) { return lse[own + score_row(i, e)]; });
+        if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                const int r = own + score_row(i, e), n = heads.token(row0 + r), m = key0 + score_column(j, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        each_score(ds, [&](float& x, int i, int, int e) { x = -delta[own + score_row(i, e)]; });
+        multiply_rows<D, 2, J>(ds, dout_tile + own * ROW, v_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 2, J>(dq, ds, k_tile);
+    }
+    wait_for_copies<0>();
+    store_query_gradients<D>(p, heads, dq, first_row, scale);
+}
+
+// Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
+// threads, two blocks a multiprocessor; bound by the tensor cores and by registers (for D = 128 all 255). Early keys
+// are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
+template <int D>
+__global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
+    extern __shared__ __align__(128) uint4 tiles[];
+    wait_for_previous();
+    if ((int)blockIdx.y < key_tiles) key_value_gradients<D>(p, blockIdx.y, blockIdx.x, tiles);
+    else query_gradients<D>(p, gridDim.y - 1 - blockIdx.y, blockIdx.x, tiles);
+}
+#if COMPILED(PART_BACKWARD_ATTENTION)
+void launch_attention_backward(Context& ctx, const AttentionBackward& p, const bf16* out, float* delta, int D) {
+    const int N = p.b.N, H = p.H, K = p.K;
+    const int64_t rows = (int64_t)N * (H / K), key_tiles = (N + GRADIENT_KEYS - 1) / GRADIENT_KEYS;
+    const int64_t tiles = key_tiles + (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+    if (rows * H >= (int64_t)1 << 31 || tiles > 65535)
+        DIE("attention_backward: a batch of %d tokens is too large for %d query heads", N, H);
+    const size_t heads = (size_t)N * H;
+    launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>,
+           (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, p.dout, out, heads);
+    if (!Optional::attention_backward(ctx, p, D))
+        launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
+               dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D), p, (int)key_tiles);
+}
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
+                                   int D, float* delta) {
+    launch_attention_backward(ctx, {dqkv, dout, q, keys, values, lse, delta, b, H, K}, out, delta, D);
+}
+#endif
+
+#if COMPILED(PART_TEXT)
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
+// and mean of rmsnorm's rule.
+template <int D> struct WarpHeadBackward {
+    static constexpr int P = D / 64;
+    WarpHead<D> x, g, w;
+    float r, mean;
+    __device__ __forceinline__ void load(const bf16* head, const bf16* dhead, const bf16* weights) {
+        x.load(head), g.load(dhead), w.load(weights);
+    }
+    __device__ __forceinline__ void turn(const WarpAngles<P>& angle, float eps) {
+        float squares = 0, mixed = 0;
+        for (int p = 0; p < P; p++) {
+            const float u = g.u[p], v = g.v[p];
+            g.u[p] = u * angle.cosine(p) + v * angle.sine(p), g.v[p] = v * angle.cosine(p) - u * angle.sine(p);
+            squares += x.u[p] * x.u[p] + x.v[p] * x.v[p];
+            mixed += x.u[p] * w.u[p] * g.u[p] + x.v[p] * w.v[p] * g.v[p];
+        }
+        r = 1 / sqrtf(warp_sum(squares) / D + eps);
+        mean = warp_sum(mixed) * r * r * r / D;
+    }
+    __device__ __forceinline__ void store(bf16* dhead) const {
+        WarpHead<D> d;
+        for (int p = 0; p < P; p++) {
+            d.u[p] = r * w.u[p] * g.u[p] - x.u[p] * mean;
+            d.v[p] = r * w.v[p] * g.v[p] - x.v[p] * mean;
+        }
+        d.store(dhead);
+    }
+};
+// A warp a head of a token.
+template <int D>
+__global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                            const float* rope, Batch b, int H, int K, float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = task / (H + K), h = task % (H + K);
+    if (n >= b.N || b.seq[n] < 0) return;
+    const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
+    const WarpAngles<D / 64> angle(rope + (size_t)b.pos[n] * D);
+    WarpHeadBackward<D> y;
+    y.load(qkv + at, dqkv + at, h < H ? q_weight : k_weight);
+    y.turn(angle, eps);
+    y.store(dqkv + at);
+}
+// The same, and the weights' gradients: warp w of W takes tokens w, w + W, ..., four heads at a time; its sums stay in
+// registers; the last block to arrive adds the blocks' sums in order.
+inline constexpr int HEAD_BLOCKS = 512;
+template <int D>
+__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, bf16* dqkv,
+                                                          const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                                          const float* rope, Batch b, int H, int K, float eps,
+                                                          float* partial, int* arrived) {
+    constexpr int P = D / 64;
+    __shared__ float sums[8][2 * D];
+    let_next_start();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32, i = threadIdx.x % 32 * P;
+    float u[2][P] = {}, v[2][P] = {};
+    for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8) {
+        if (b.seq[n] < 0) continue;
+        const WarpAngles<P> angle(rope + (size_t)b.pos[n] * D);
+        const size_t token = (size_t)n * (H + 2 * K) * D;
+        for (int h0 = 0; h0 < H + K; h0 += 4) {
+            WarpHeadBackward<D> y[4];
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int h = min(h0 + j, H + K - 1);
+                y[j].load(qkv + token + h * D, dqkv + token + h * D, h < H ? q_weight : k_weight);
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int h = h0 + j;
+                y[j].turn(angle, eps);
+                if (h >= H + K) break;
+                y[j].store(dqkv + token + h * D);
+                #pragma unroll
+                for (int p = 0; p < P; p++) {
+                    const float du = y[j].g.u[p] * y[j].x.u[p] * y[j].r, dv = y[j].g.v[p] * y[j].x.v[p] * y[j].r;
+                    if (h < H) u[0][p] += du, v[0][p] += dv;
+                    else u[1][p] += du, v[1][p] += dv;
+                }
+            }
+        }
+    }
+    for (int w = 0; w < 2; w++)
+        for (int p = 0; p < P; p++) sums[warp][w * D + i + p] = u[w][p], sums[warp][w * D + i + p + D / 2] = v[w][p];
+    __syncthreads();
+    const int c = threadIdx.x;
+    float sum = 0;
+    if (c < 2 * D) {
+        for (int w = 0; w < 8; w++) sum += sums[w][c];
+        partial[blockIdx.x * 2 * D + c] = sum;
+    }
+    if (!last_to_arrive(arrived, gridDim.x) || c >= 2 * D) return;
+    float* to = c < D ? dq_weight + c : dk_weight + c - D;
+    sum = *to;
+    #pragma unroll 8
+    for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
+    *to = sum;
+}
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
+                                     const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
+                                     int H, int K, int D, float eps) {
+    const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
+    const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
+    if (dq_weight)
+        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv,
+                      q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+    const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
+    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+}
+#endif
+#if COMPILED(PART_BACKWARD_ATTENTION)
+// The weights' gradients are sums over what attention_backward leaves: with them, one op after the other.
+void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout,
+                                const bf16* q, const bf16* keys, const bf16* values, const bf16* out, const float* lse,
+                                const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope,
+                                const Batch& b, int H, int K, int D, float eps, float* delta) {
+    AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
+    if (!dq_weight) p.qkv = qkv, p.q_weight = q_weight, p.k_weight = k_weight, p.rope = rope, p.eps = eps;
+    launch_attention_backward(ctx, p, out, delta, D);
+    if (dq_weight)
+        qknorm_rope_backward_gpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+}
+#endif
+
+#if COMPILED(PART_TEXT)
+// ---- embed_backward. A block a token; the first one with its id adds up all that have it, in order.
+__global__ void __launch_bounds__(128) embed_backward_kernel(float* dW, const float* dx, Batch b, int C) {
+    __shared__ uint32_t found[4];
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x, id = b.token[n], warp = threadIdx.x / 32;
+    bool before = b.seq[n] < 0;
+    for (int m = threadIdx.x; m < n && !before; m += 128) before = b.token[m] == id && b.seq[m] >= 0;
+    if (__syncthreads_or(before)) return;
+    for (int first = n; first < b.N; first += 128) {
+        const int m = first + threadIdx.x;
+        const uint32_t same = __ballot_sync(~0u, m < b.N && b.token[m] == id && b.seq[m] >= 0);
+        if (threadIdx.x % 32 == 0) found[warp] = same;
+        __syncthreads();
+        for (int w = 0; w < 4; w++)
+            for (uint32_t left = found[w]; left; left &= left - 1) {
+                const float* row = dx + (size_t)(first + w * 32 + __ffs(left) - 1) * C;
+                for (int i = threadIdx.x; i < C; i += 128) dW[(size_t)id * C + i] += row[i];
+            }
+        __syncthreads();
+    }
+}
+void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C) {
+    launch(ctx, embed_backward_kernel, b.N, 128, 0, dW, dx, b, C);
+}
+
+// ---- grad_norm. A block a piece of NORM_PIECE numbers; then one block adds the pieces.
+__global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
+    let_next_start();
+    wait_for_previous();
+    const size_t first = blockIdx.x * NORM_PIECE + threadIdx.x, last = min(n, (blockIdx.x + 1) * NORM_PIECE);
+    double sum = 0;
+    for (size_t i = first; i < last; i += 256) sum += (double)g[i] * (double)g[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+__global__ void __launch_bounds__(1024) grad_norm_kernel(double* norm, const double* partial, size_t pieces) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (size_t p = threadIdx.x; p < pieces; p += 1024) sum += partial[p];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *norm = sqrt(sum);
+}
+void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n) {
+    const size_t pieces = (n + NORM_PIECE - 1) / NORM_PIECE;
+    launch(ctx, grad_squares_kernel, (unsigned)pieces, 256, 0, partial, g, n);
+    launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
+}
+
+// ---- adamw. A thread a number.
+struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
+__global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+                             AdamWStep a) {
+    let_next_start();
+    wait_for_previous();
+    const double length = *norm;
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (!isfinite(length) || i >= n) return;
+    const float gi = g[i] * (float)(a.clip > 0 ? fmin(1., a.clip / (length + 1e-6)) : 1.);
+    const float mi = m[i] + (gi - m[i]) * (1 - a.beta1), vi = v[i] * a.beta2 + gi * gi * (1 - a.beta2);
+    const float pi = p[i] * a.keep - a.pace * (mi / (sqrtf(vi) / a.root + a.eps));
+    m[i] = mi, v[i] = vi, p[i] = pi;
+    stored[i] = round_bf16(pi * a.copy);
+}
+void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm,
+                      size_t n, const AdamW& a) {
+    const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
+    const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
+    const float keep = (float)(1 - (double)a.lr * a.decay);
+    const AdamWStep s = {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
+    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
 }
 #endif
 #endif // __CUDACC__

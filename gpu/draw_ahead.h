@@ -1,6 +1,5 @@
 // gpu/draw_ahead.h: the draws of a session on a GPU, ahead of the caller.
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/step/road.h"
 #include "model/session.h"
 #include "qwen3.cu"

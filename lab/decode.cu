@@ -13,7 +13,6 @@
 // is a way to keep so many on the way, also when a product begins and ends.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
 #include "gpu/device.h"
-#include "gpu/draw.h"
 #include "gpu/step/road.h"
 #include "cpu/step_ceilings.h"
 #include "qwen3.cu"

@@ -1,6 +1,5 @@
 // gpu/step/plan.h: the plan of one kernel a token: shapes, products, shared memory.
 #pragma once
-#include "gpu/draw.h"
 #include "qwen3.cu"
 #include <algorithm>
 

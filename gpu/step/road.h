@@ -1,6 +1,5 @@
 // gpu/step/road.h: a session's steps by one kernel a token, for its host.
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/step/plan.h"
 #include "qwen3.cu"
 #include <memory>

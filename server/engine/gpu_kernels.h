@@ -1,6 +1,5 @@
 // gpu_kernels.h: the kernels of an engine's steps: a step's numbers, penalties and masks, logits that are told.
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/packed/unpack.h"
 #include "qwen3.cu"
 #include "server/engine/job.h"

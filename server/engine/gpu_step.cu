@@ -2,7 +2,6 @@
 #include "qwen3.cu"
 #include "server/engine/gpu_step.h"
 #ifdef QWEN3_GPU
-#include "gpu/draw.h"
 #include "gpu/packed/formats.h"
 #include "gpu/step/road.h"
 #include "server/engine/engine.h"

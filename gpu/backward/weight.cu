@@ -1,4 +1,4 @@
-// gpu/products/weight.cu: compiles linear_backward_weight of qwen3.cu, section 10, with the optional kernels.
+// gpu/backward/weight.cu: compiles linear_backward_weight of qwen3.cu, section 13, with the optional kernels.
 #define QWEN3_PART PART_WEIGHT
 #include "gpu/optional.h"
 
