@@ -65,7 +65,6 @@
 #include <utility>
 #include <vector>
 
-
 // ###################################################### Book I #######################################################
 
 // ======================================================================================================= 1 Ops on rows
@@ -1065,6 +1064,22 @@ struct RowsDealt {
     int blocks = 0, rows = 0, shift = 0;
 };
 
+// A step of up to `most` tokens as one kernel (gpu/step/), where there is one: see Optional::one_kernel.
+inline constexpr int STEP_TOKENS = 8; // `most` at most
+struct OneKernelStep {
+    int most = 1;
+    virtual ~OneKernelStep() = default;
+    // The batch and its cache; logits go to `logits`, each block's likeliest id to `best`.
+    virtual void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
+                     unsigned long long* best) = 0;
+    // greedy: the kernel itself draws, to `next`. seen: counts for the penalties, or null.
+    virtual void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) = 0;
+    virtual void launch_step() = 0;             // on the context's stream; part of a graph, if one is being recorded
+    virtual RowsDealt dealt() const = 0;        // the head's rows
+    virtual const uint32_t* steps() const = 0;  // how many were computed, in the GPU's memory
+    virtual void check() const = 0;             // throws Error if a block waited in vain
+};
+
 // The likeliest id of each of the head's blocks: there is room for so many of them.
 inline constexpr int BEST_BLOCKS = 1024;
 // Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
@@ -1488,6 +1503,111 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
     return last;
 }
 
+#if COMPILED(PART_TEXT)
+// ---- Memory of a GPU (base/arena.h, model/context.h)
+void* gpu_allocate(size_t bytes, const char* what) {
+    size_t have = 0, all = 0;
+    void* base = nullptr;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
+        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
+            (double)have / 1e9, (double)all / 1e9);
+    CUDA_CHECK(cudaMemset(base, 0, bytes));
+    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
+    return base;
+}
+void gpu_release(void* p) { cudaFree(p); }
+void* gpu_host_allocate(size_t bytes) {
+    void* base = nullptr;
+    CUDA_CHECK(cudaMallocHost(&base, bytes));
+    return base;
+}
+void gpu_host_release(void* p) { cudaFreeHost(p); }
+void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
+    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
+    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));     // before this returns)
+}
+void gpu_clear(Context& ctx, void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream)); }
+size_t gpu_free_memory() {
+    size_t have = 0, all = 0;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    return have;
+}
+size_t gpu_all_memory() {
+    size_t have = 0, all = 0;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    return all;
+}
+
+// ---- Devices and streams (model/device.h)
+#ifdef HAVE_WGMMA
+__device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
+#else
+__device__ int has_wgmma = 0;
+#endif
+
+Context open_gpu(int device) {
+    int n = 0, driver = 0, runtime = 0;
+    const cudaError_t e = cudaGetDeviceCount(&n);
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
+    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
+        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10,
+            runtime / 1000, runtime % 100 / 10);
+    if (e != cudaSuccess || n == 0)
+        DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
+    if (device >= n) DIE("no GPU %d here: there %s", device, n == 1 ? "is one" : format("are %d", n).c_str());
+    CUDA_CHECK(cudaSetDevice(device)); // of this thread
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    Context ctx;
+    ctx.gpu = std::make_shared<Gpu>();
+    ctx.gpu->sm = properties.major * 10 + properties.minor;
+    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
+    ctx.gpu->sms = properties.multiProcessorCount;
+    ctx.gpu->overlap = ctx.gpu->sm >= 90;
+    int wgmma = 0;
+    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
+    ctx.gpu->hopper = wgmma;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
+    return ctx;
+}
+
+void check_gpu(const std::string& name, const Config& c, bool logits) {
+    const char* n = name.c_str();
+    if (c.D != 64 && c.D != 128)
+        DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
+    if (c.H / c.K > 128)
+        DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
+    if (c.C % 8 || c.F % 8 || (c.V % 8 && logits))
+        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
+            "(--device cpu)", n, c.C, c.F, c.V);
+}
+
+std::string gpu_name(int device) {
+    cudaDeviceProp properties;
+    return cudaGetDeviceProperties(&properties, device) == cudaSuccess ? properties.name : "";
+}
+void gpu_use(int device) { CUDA_CHECK(cudaSetDevice(device)); }
+void gpu_synchronize(const Context& ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); }
+
+Context with_own_stream(const Context& ctx) {
+    Context own = ctx;
+    cudaStream_t stream;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    own.gpu = std::shared_ptr<Gpu>(new Gpu(*ctx.gpu), [stream](Gpu* gpu) { cudaStreamDestroy(stream), delete gpu; });
+    own.gpu->stream = stream;
+    return own;
+}
+Context with_own_scratch(const Context& ctx) {
+    Context own = ctx;
+    own.gpu = std::make_shared<Gpu>(*ctx.gpu);
+    return own;
+}
+#endif
+
 // ---- Optional speed. Book II is complete without gpu/. Where gpu/ has a faster kernel, or a format that Book II does not
 // have (packed weights, FP8 activations), the launcher asks Optional first. If that does nothing (false, 0, no blocks),
 // Book II's own kernel follows. A portable build has nothing optional; else gpu/ defines these functions.
@@ -1506,10 +1626,13 @@ struct Optional {
     template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
         use(0, columns ? W.in : W.out(), W.w[0]);
     }
+    template <class... A> static bool packed_rows(A&&...) { return false; }
     template <class... A> static int attention(A&&...) { return 0; }
     template <class... A> static bool attention_backward(A&&...) { return false; }
     template <class... A> static bool lora_up(A&&...) { return false; }
     template <class... A> static void plan(A&&...) {}
+    template <class... A> static std::unique_ptr<OneKernelStep> one_kernel(A&&...) { return nullptr; }
+    static constexpr bool PACKED = false;
 };
 #else
 struct Optional {
@@ -1533,6 +1656,8 @@ struct Optional {
     // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
     template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
     template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
+    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k) reads RUN numbers of row r.
+    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
     // attention of prompts, for heads of D numbers: the number of splits of the keys.
     static int attention(Context& ctx, const AttentionArgs& p, int D);
     static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
@@ -1540,6 +1665,11 @@ struct Optional {
     static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
     // Scratch of forwards of up to `rows` rows.
     static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
+    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, `spoken_for` not
+    // counted.
+    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
+                                                     size_t share = 2, size_t spoken_for = 0);
+    static constexpr bool PACKED = true; // weights may stay packed on a GPU
 };
 #endif
 
@@ -5376,6 +5506,10 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
     const AdamWStep s = {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
     launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
 }
+#endif
+
+#if (defined(QWEN3_PART) || defined(QWEN3_PRODUCTS)) && !defined(QWEN3_PORTABLE)
+#include "gpu/optional.h" // for sources that instantiate products
 #endif
 #endif // __CUDACC__
 #endif // QWEN3_CU

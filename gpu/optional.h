@@ -1,10 +1,11 @@
 // gpu/optional.h: what Book II's launchers of products ask for before their own kernels (qwen3.cu, Optional): Hopper's
-// tiles, packed weights, FP8 activations. A source that instantiates a product includes it.
+// tiles, packed weights, FP8 activations. qwen3.cu includes it for sources that define QWEN3_PART or QWEN3_PRODUCTS.
 #pragma once
 #include "gpu/packed/e4m3.h"
 #include "gpu/packed/few.h"
 #include "gpu/packed/hopper.h"
 #include "gpu/packed/packed.h"
+#include "gpu/packed/unpack.h"
 #include "gpu/products/plans.h"
 #include "qwen3.cu"
 
@@ -57,4 +58,10 @@ template <class Use> void Optional::parts(Context& ctx, const Linear<bf16>& W, b
         const AfterUnpacking order(ctx, W);
         use(first, count, weights);
     });
+}
+
+template <class Use> bool Optional::packed_rows(const Linear<bf16>& W, Use use) {
+    if (W.format == Format::PLAIN) return false;
+    with_packing(W, [&](auto format) { use(PackedRows<decltype(format)>{packed_args(W)}); });
+    return true;
 }

@@ -1,6 +1,6 @@
 // train/plan.cpp: the memory of a training run: one arena, and which of its arrays are for what.
 #include "qwen3.cu"
-#include "gpu/device.h"
+#include "model/device.h"
 #include "model/adapters.h"
 #include "model/instances.h"
 #include "model/session.h"

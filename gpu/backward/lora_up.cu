@@ -1,7 +1,7 @@
 // gpu/backward/lora_up.cu: dh and dB of adapters: compiles those of qwen3.cu, section 13, and has Hopper's.
 #define QWEN3_PART PART_LORA_UP
+#include "qwen3.cu"
 #include "gpu/backward/lora_up.h"
-#include "gpu/optional.h"
 
 struct LoraUpMaps {
     CUtensorMap dy, h, B;

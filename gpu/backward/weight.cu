@@ -1,6 +1,6 @@
 // gpu/backward/weight.cu: compiles linear_backward_weight of qwen3.cu, section 13, with the optional kernels.
 #define QWEN3_PART PART_WEIGHT
-#include "gpu/optional.h"
+#include "qwen3.cu"
 
 // Of some shapes the transposed product has fewer waves of tiles.
 bool Optional::weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed) {

@@ -1,8 +1,7 @@
 // segmented.cu: launches the kernels of segmented.h, and the products that add their sums.
-#include "qwen3.cu"
+#define QWEN3_PRODUCTS
 #include "server/engine/row_products.h"
 #ifdef QWEN3_GPU
-#include "gpu/optional.h"
 #include "server/engine/segmented.h"
 
 namespace server {

@@ -96,7 +96,7 @@ static bool last_to_arrive(int* arrived, int blocks) {
     return last;
 }
 #include "qwen3.cu"
-#include "gpu/upload.h"
+#include "model/upload.h"
 #include "gpu/packed/few.h"
 #include "gpu/packed/formats.h"
 #include "gpu/packed/unpack.h"

@@ -5,10 +5,10 @@
 #include "gpu/attention/hopper.cu"
 #include "gpu/backward/hopper.cu"
 #include "gpu/backward/lora_up.cu"
+#undef QWEN3_PART
 #include "gpu/backward/weight.cu"
+#undef QWEN3_PART
 #include "gpu/ceilings.cu"
-#include "gpu/device.cu"
-#include "gpu/draw_ahead.cu"
 #include "gpu/packed/unpack.cu"
 #include "gpu/step/road.cu"
 #include "gpu/step/shapes_bf16.cu"
@@ -20,7 +20,8 @@
 #include "gpu/step/shapes_int4_32.cu"
 #include "gpu/step/shapes_int4_64.cu"
 #include "gpu/step/shapes_int8.cu"
-#include "gpu/upload.cu"
+#include "model/draw_ahead.cu"
+#include "model/upload.cu"
 #include "server/engine/gpu_step.cu"
 #include "server/engine/segmented.cu"
 #include "train/nccl.cu"

@@ -1526,7 +1526,7 @@ struct RoadRows {
         session.draw();
     }
     static Context with_road(Context ctx) { return ctx.one_kernel = Context::TOGETHER, ctx; }
-    StepRoad& road() { return *draws_of(session).road; }
+    StepRoad& road() { return dynamic_cast<StepRoad&>(*draws_of(session).road); }
     // Logits of N rows, from the first-th of `ids` on.
     std::vector<float> step(int first, int N) {
         GpuDraws& d = draws_of(session);
@@ -1627,7 +1627,7 @@ TEST_CASE("one kernel a token: what is waited for in vain ends the kernel, and i
     s.accept(s.draw());
     s.draw();
     CUDA_CHECK(cudaStreamSynchronize(s.ctx.gpu->stream));
-    StepRoad& road = *draws_of(s).road;
+    StepRoad& road = dynamic_cast<StepRoad&>(*draws_of(s).road);
     StepArgs args = road.args;
     args.patience = 1000000; // 1 ms
     road.layers.kernel<<<road.blocks, road.threads, args.shared, s.ctx.gpu->stream>>>(args, STEP_O, STEP_O + 1); // nobody attends
