@@ -1,10 +1,11 @@
 /* qwen3.cu: the Qwen3 language model, as a text to study.
 
    Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
-   Book II   the same ops on a GPU, for nvcc. Each kernel is tested against its op in Book I. Small kernels are in this
-             file, norm and RoPE in gpu/norm_rope.h; products, attention, sampling and the backward pass are in gpu/.
+   Book II   the same ops on a GPU, for nvcc: all forward and backward kernels, for any GPU from sm_80 on. Each kernel is
+             tested against its op in Book I. What is in cpu/ and gpu/ is faster where the machine allows, and optional.
 
    Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
+           make portable        without cpu/ and gpu/: this text alone computes
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
 
    From a prompt to an answer: text becomes token ids (model/tokenizer.h). `forward` turns the ids into one vector for
@@ -26,7 +27,7 @@
 
    Contracts
    - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Each op that takes time has two more
-     versions: `op_cpu` in cpu/ for the instructions of CPUs, `op_gpu` in Book II and gpu/. RUN (section 4) chooses.
+     versions: `op_cpu` in cpu/ for the instructions of CPUs, `op_gpu` in Book II. RUN (section 4) chooses.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
      number of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On
@@ -42,7 +43,8 @@
    Contents
    Book I     1 Ops on rows    2 Products    3 Tokens, cache and attention    4 forward    5 generate
               6 Backward ops, AdamW    7 backward
-   Book II    8 Toolbox    9 Small kernels;     and main
+   Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampler and graph    13 Backward
+   and main
 */
 #ifndef QWEN3_CU
 #define QWEN3_CU
@@ -431,7 +433,7 @@ template <class T> struct Weights {
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
     void upload(Context& ctx, const ModelFile& file);
 };
-template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // gpu/upload.cu
+template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // model/upload.cu
 
 // The arrays between forward ops, for up to N tokens. In inference all layers share one set. In training a layer has
 // its own copy of the arrays that the backward pass reads and does not compute again: see model/plans.cpp.
@@ -472,7 +474,7 @@ template <class T> struct KVCache {
 // RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
 // is a template on T and has a variable `ctx`. op_cpu and op_gpu are declared at the end of Book I; the compiler finds
 // them by the type of `ctx` (argument-dependent lookup).
-#ifdef QWEN3_PLAIN // Book I alone
+#if defined(QWEN3_PLAIN) || defined(QWEN3_PORTABLE)
 template <class T> constexpr bool HAS_CPU = false;
 #else
 template <class T> constexpr bool HAS_CPU = true;
@@ -1037,7 +1039,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 
 // ################################################# The end of Book I #################################################
 // Its slow ops once more, for the vector and matrix instructions of CPUs:
-#ifndef QWEN3_PLAIN
+#if !defined(QWEN3_PLAIN) && !defined(QWEN3_PORTABLE)
 #include "cpu/ops.h"
 #endif
 
@@ -1674,7 +1676,7 @@ struct Optional {
 #endif
 
 // ==================================================================================================== 9 Small kernels
-// In Book I's order (the backward pass's: gpu/backward). Each reads and writes its arrays once, so memory bounds them.
+// In Book I's order (the backward pass's: section 13). Each reads and writes its arrays once, so memory bounds them.
 // "A block a token" means: block n computes row n, its threads share the channels.
 
 #if COMPILED(PART_TEXT)
@@ -5514,7 +5516,7 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
 #endif // __CUDACC__
 #endif // QWEN3_CU
 
-#if __INCLUDE_LEVEL__ == 0 && !defined(QWEN3_LIBRARY)
+#if __INCLUDE_LEVEL__ == 0 && (!defined(QWEN3_LIBRARY) || defined(QWEN3_SINGLE))
 #include "cli/cli.h"
 
 int main(int argc, char** argv) {

@@ -1,6 +1,6 @@
 // cpu_step.cpp: a step on the CPU, and whom it is handed to on a GPU.
 #include "qwen3.cu"
-#include "cpu/ops.h"
+#include "model/cpu.h"
 #include "model/instances.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_step.h"
