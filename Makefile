@@ -1,6 +1,7 @@
 # make              qwen3, train_lora, datagen and serve: with nvcc where a GPU is, else for the CPU with g++ alone
 # make cpu          the same for the CPU, wherever it is
 # make portable     qwen3, train_lora and serve without cpu/ and gpu/: Book I and Book II alone, to build/MODE-text/
+# make single       build/qwen3_single.cu: the portable qwen3 as one file, for g++ and nvcc
 # make test         builds with -Werror, runs every suite; the last line counts
 # make headers      compiles every header by itself, and checks that includes go one way
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
@@ -171,6 +172,14 @@ $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(LIBS) $(CMARK)
 $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
+
+# The study text, its headers and the sources of qwen3 as one file.
+SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp,$(wildcard $(patsubst %,%/*.cpp,base model form search book cli)) \
+             $(wildcard model/*.cu))
+single: $(BUILD)/qwen3_single.cu
+$(BUILD)/qwen3_single.cu: single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
+	@mkdir -p $(BUILD)
+	@awk -f $< $(SINGLE) > $@ && echo "built     $@"
 
 # The page to chat on, as a string of C++.
 $(BUILD)/chat_page.inc: server/chat.html

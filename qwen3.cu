@@ -1,8 +1,8 @@
 /* qwen3.cu: the Qwen3 language model, as a text to study.
 
    Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
-   Book II   the same ops on a GPU, for nvcc: all forward and backward kernels, for any GPU from sm_80 on. Each kernel is
-             tested against its op in Book I. What is in cpu/ and gpu/ is faster where the machine allows, and optional.
+   Book II   the same ops on a GPU, for nvcc: all forward and backward kernels, for any GPU from sm_80 on. Each kernel
+             is tested against its op in Book I. What is in cpu/ and gpu/ is faster where the machine allows, and optional.
 
    Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
            make portable        without cpu/ and gpu/: this text alone computes
@@ -1087,9 +1087,8 @@ inline constexpr int BEST_BLOCKS = 1024;
 // Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
 inline constexpr int DRAW_GROUPS = 256;
 
-// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op: their shapes stand there. Nothing
-// waits for the GPU. Each throws Error if its kernels cannot compute these sizes.
-// Forward
+// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op: their shapes stand there.
+// Nothing waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
 void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
 void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
 // h of W's adapter. made: its dropout masks are there.
@@ -1213,8 +1212,8 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #ifdef __CUDACC__
 
 // Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those that
-// have no optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they compile at
-// the same time.
+// have no optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they
+// compile at the same time.
 #define PART_TEXT 1
 #define PART_LINEAR 2
 #define PART_LINEAR_ADD 3
@@ -1228,6 +1227,11 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #define PART_LOSS 11
 #define PART_WEIGHT 12
 #define PART_LORA_UP 13
+#define PART_LORA 14
+#define PART_ATTEND 15
+#define PART_DRAWS 16
+#define PART_DRAW_HEAD 17
+#define PART_NORMS_BACKWARD 18
 #if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
 #define COMPILED(part) 1
 #elif defined(QWEN3_PART)
@@ -1249,7 +1253,7 @@ inline void cuda_check(cudaError_t e, const char* call) {
 struct Gpu {
     cudaStream_t stream = nullptr;
     int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
-    bool hopper = false;         // sm_90a, and this binary was built for it: wgmma
+    bool hopper = false;         // sm_90a, and this binary was built for it, with gpu/: wgmma
     bool overlap = false;        // sm_90 and up: a kernel may start before the one ahead of it has ended
     float* partial = nullptr;    // of products whose sums several blocks share, PARTIAL_BYTES
     int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
@@ -1505,6 +1509,75 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
     return last;
 }
 
+// ---- Optional speed. Book II is complete without gpu/. Where gpu/ has a faster kernel, or a format that Book II does
+// not have (packed weights, FP8 activations), the launcher asks Optional first. If that does nothing (false, 0, no
+// blocks), Book II's own kernel follows. A portable build has nothing optional; else gpu/ defines these functions.
+struct TileArgs;
+struct AttentionArgs;
+struct AttentionBackward;
+#ifdef QWEN3_PORTABLE
+struct Optional {
+    template <class... A> static bool embed(A&&...) { return false; }
+    template <class... A> static RowsDealt few(A&&...) { return {}; }
+    template <class... A> static bool many(A&&...) { return false; }
+    template <class... A> static bool norm_many(A&&...) { return false; }
+    template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
+    template <class... A> static bool weight_gradient(A&&...) { return false; }
+    template <class Use> static void weights(Context&, const Linear<bf16>& W, Use use) { use(W.w[0]); }
+    template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
+        use(0, columns ? W.in : W.out(), W.w[0]);
+    }
+    template <class... A> static bool packed_rows(A&&...) { return false; }
+    template <class... A> static int attention(A&&...) { return 0; }
+    template <class... A> static bool attention_backward(A&&...) { return false; }
+    template <class... A> static bool lora_up(A&&...) { return false; }
+    template <class... A> static void plan(A&&...) {}
+    template <class... A> static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, A&&...) {
+        if (ctx.one_kernel > Context::WHERE_FASTER)
+            fprintf(stderr, "--one-kernel: a portable build has none; a token is a graph of kernels\n");
+        return nullptr;
+    }
+    static constexpr bool HERE = false;
+};
+#else
+struct Optional {
+    // embed of a packed table.
+    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
+    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
+    template <class Epilogue>
+    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
+                         int N);
+    // The product of more tokens with packed weights as they are stored. It may change x: to rounded activations.
+    template <class Epilogue>
+    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
+    template <class Epilogue>
+    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
+                          const Linear<bf16>& W, int N, float eps);
+    // A product by tiles: on Hopper.
+    template <bool X_COLS, bool W_COLS, class Epilogue>
+    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
+    // linear_backward_weight, where its transposed product takes less time.
+    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
+    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
+    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
+    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
+    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k) reads RUN numbers of row r.
+    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
+    // attention of prompts, for heads of D numbers: the number of splits of the keys.
+    static int attention(Context& ctx, const AttentionArgs& p, int D);
+    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
+    // dh and dB of an adapter, see lora_up_backward.
+    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
+    // Scratch of forwards of up to `rows` rows.
+    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
+    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, `spoken_for`
+    // not counted.
+    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
+                                                     size_t share = 2, size_t spoken_for = 0);
+    static constexpr bool HERE = true; // gpu/ is part of this build
+};
+#endif
+
 #if COMPILED(PART_TEXT)
 // ---- Memory of a GPU (base/arena.h, model/context.h)
 void* gpu_allocate(size_t bytes, const char* what) {
@@ -1572,7 +1645,7 @@ Context open_gpu(int device) {
     ctx.gpu->overlap = ctx.gpu->sm >= 90;
     int wgmma = 0;
     CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
-    ctx.gpu->hopper = wgmma;
+    ctx.gpu->hopper = wgmma && Optional::HERE;
     CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
     return ctx;
 }
@@ -1608,71 +1681,6 @@ Context with_own_scratch(const Context& ctx) {
     own.gpu = std::make_shared<Gpu>(*ctx.gpu);
     return own;
 }
-#endif
-
-// ---- Optional speed. Book II is complete without gpu/. Where gpu/ has a faster kernel, or a format that Book II does not
-// have (packed weights, FP8 activations), the launcher asks Optional first. If that does nothing (false, 0, no blocks),
-// Book II's own kernel follows. A portable build has nothing optional; else gpu/ defines these functions.
-struct TileArgs;
-struct AttentionArgs;
-struct AttentionBackward;
-#ifdef QWEN3_PORTABLE
-struct Optional {
-    template <class... A> static bool embed(A&&...) { return false; }
-    template <class... A> static RowsDealt few(A&&...) { return {}; }
-    template <class... A> static bool many(A&&...) { return false; }
-    template <class... A> static bool norm_many(A&&...) { return false; }
-    template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
-    template <class... A> static bool weight_gradient(A&&...) { return false; }
-    template <class Use> static void weights(Context&, const Linear<bf16>& W, Use use) { use(W.w[0]); }
-    template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
-        use(0, columns ? W.in : W.out(), W.w[0]);
-    }
-    template <class... A> static bool packed_rows(A&&...) { return false; }
-    template <class... A> static int attention(A&&...) { return 0; }
-    template <class... A> static bool attention_backward(A&&...) { return false; }
-    template <class... A> static bool lora_up(A&&...) { return false; }
-    template <class... A> static void plan(A&&...) {}
-    template <class... A> static std::unique_ptr<OneKernelStep> one_kernel(A&&...) { return nullptr; }
-    static constexpr bool PACKED = false;
-};
-#else
-struct Optional {
-    // embed of a packed table.
-    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
-    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
-    template <class Epilogue>
-    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
-                         int N);
-    // The product of more tokens with packed weights as they are stored. It may change x: to rounded activations.
-    template <class Epilogue>
-    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
-    template <class Epilogue>
-    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
-                          const Linear<bf16>& W, int N, float eps);
-    // A product by tiles: on Hopper.
-    template <bool X_COLS, bool W_COLS, class Epilogue>
-    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
-    // linear_backward_weight, where its transposed product takes less time.
-    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
-    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
-    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
-    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
-    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k) reads RUN numbers of row r.
-    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
-    // attention of prompts, for heads of D numbers: the number of splits of the keys.
-    static int attention(Context& ctx, const AttentionArgs& p, int D);
-    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
-    // dh and dB of an adapter, see lora_up_backward.
-    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
-    // Scratch of forwards of up to `rows` rows.
-    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
-    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, `spoken_for` not
-    // counted.
-    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
-                                                     size_t share = 2, size_t spoken_for = 0);
-    static constexpr bool PACKED = true; // weights may stay packed on a GPU
-};
 #endif
 
 // ==================================================================================================== 9 Small kernels
@@ -1840,8 +1848,8 @@ template <int D> struct WarpHead {
     }
 };
 
-// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, moved to bf16's places, are the number times 2^-120,
-// subnormals too. Two of `word`: `bytes` names theirs, as __byte_perm wants it. And eight neighbours.
+// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, moved to bf16's places, are the number times
+// 2^-120, subnormals too. Two of `word`: `bytes` names theirs, as __byte_perm wants it. And eight neighbours.
 __device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
     const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
     return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
@@ -2852,7 +2860,7 @@ template <class Launch> void in_groups(int groups, Launch launch) {
     launch(std::integral_constant<int, 3>());
 }
 
-#if COMPILED(PART_TEXT)
+#if COMPILED(PART_LORA)
 // lora_down of few tokens, without dropout. Grid: (tokens / 32, groups), 8 warps. A block owns 32 tokens by 32 rows of
 // one module's A. Its warps take steps of 32 of `in` in turn; a lane reads its operands straight from memory, as in
 // stream_kernel: eight numbers each of four tokens and of four rows. The warps' sums are added in shared memory, four a
@@ -3077,8 +3085,8 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 }
 #endif
 
-// ---- The product that suits the number of tokens. x W^T: an adapter's h and s B are further columns of x and W; of up to
-// 16 tokens the epilogue adds them (but see there). made: its masks are.
+// ---- The product that suits the number of tokens. x W^T: an adapter's h and s B are further columns of x and W; of up
+// to 16 tokens the epilogue adds them (but see there). made: its masks are.
 void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
@@ -3160,10 +3168,10 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
 #endif
 
 // ======================================================================================================== 11 Attention
-// attention_kernel is for prompts (and training's forward), attention_decode_kernel for sequences of one new token (with
-// qknorm_rope_kv in it: all of `attend`). Where there are too few blocks for the GPU, the keys of a row are split: each
-// block leaves a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in order.
-// G = H / K query heads share a KV head.
+// attention_kernel is for prompts (and training's forward), attention_decode_kernel for sequences of one new token
+// (with qknorm_rope_kv in it: all of `attend`). Where there are too few blocks for the GPU, the keys of a row are
+// split: each block leaves a part (the largest score, the sum of weights, the weighted sum of values), and parts are
+// joined in order. G = H / K query heads share a KV head.
 
 // ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
 // A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
@@ -3935,7 +3943,7 @@ void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D)
     else with_format(std::integral_constant<int, 64>());
 }
 #endif
-#if COMPILED(PART_TEXT)
+#if COMPILED(PART_ATTEND)
 // Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
 // little.
 int splits_for_graph(int position, int context) {
@@ -3995,9 +4003,9 @@ void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int sin
 #endif
 
 // ================================================================================================ 12 Sampler and graph
-// From logits to tokens: Book I's `sample`, the same draws bit for bit, since probabilities are integers and every float
-// step is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch lie in the GPU's
-// memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
+// From logits to tokens: Book I's `sample`, the same draws bit for bit, since probabilities are integers and every
+// float step is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch lie in
+// the GPU's memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
 // A larger key is likelier: the logit, then the lower id.
@@ -4058,7 +4066,7 @@ struct DrawEpilogue : Epilogue {
         if (threadIdx.x < N) best[threadIdx.x * BEST_BLOCKS + blockIdx.x] = shared_best()[threadIdx.x];
     }
 };
-#if COMPILED(PART_HEAD)
+#if COMPILED(PART_DRAW_HEAD)
 RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uint32_t* seen, unsigned long long* best,
                         const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
     const DrawEpilogue epilogue{logits, (size_t)W.out(), draw, seen, best};
@@ -4067,7 +4075,7 @@ RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uin
 }
 #endif
 
-#if COMPILED(PART_TEXT)
+#if COMPILED(PART_DRAWS)
 // The sum over the threads before this one.
 __device__ inline unsigned long long block_sum_before(unsigned long long x) {
     __shared__ unsigned long long parts[32];
@@ -4429,8 +4437,8 @@ void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, 
 #endif
 
 // ========================================================================================================= 13 Backward
-// In the order of Book I's backward ops. dx = dy W, dW = dy^T x and the head's products are tile_product's, in other layouts
-// and with epilogues of their own.
+// In the order of Book I's backward ops. dx = dy W, dW = dy^T x and the head's products are tile_product's, in other
+// layouts and with epilogues of their own.
 
 // ---- head_loss. The epilogue leaves parts of a softmax for cross_entropy_kernel, and the weights.
 struct LossEpilogue : Epilogue {
@@ -4567,7 +4575,7 @@ void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t 
 }
 #endif
 
-#if COMPILED(PART_TEXT)
+#if COMPILED(PART_NORMS_BACKWARD)
 // ---- rmsnorm_backward. A block has a token; or with DW every so many, and adds up its part of dw in shared memory,
 // where each thread has its own columns, for `partial` (blocks, C). Bound by memory.
 inline constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
@@ -4722,7 +4730,7 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
 }
 #endif
 
-#if COMPILED(PART_TEXT)
+#if COMPILED(PART_LORA)
 // ---- lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
 // tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
 // pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
@@ -5307,7 +5315,7 @@ void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf
 }
 #endif
 
-#if COMPILED(PART_TEXT)
+#if COMPILED(PART_NORMS_BACKWARD)
 // ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
 // and mean of rmsnorm's rule.
 template <int D> struct WarpHeadBackward {

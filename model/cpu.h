@@ -1,5 +1,5 @@
-// model/cpu.h: what callers use of cpu/ by name: ops, the sampler, instruction sets, ceilings of this machine. A portable
-// build (QWEN3_PORTABLE) has Book I's ops in their place, one instruction set, and no ceilings.
+// model/cpu.h: what callers use of cpu/ by name: ops, the sampler, instruction sets, ceilings of this machine. A
+// portable build (QWEN3_PORTABLE) has Book I's ops in their place, one instruction set, and no ceilings.
 #pragma once
 #include "qwen3.cu"
 #ifndef QWEN3_PORTABLE
@@ -22,7 +22,8 @@ void head_cpu(Context&, acc<T>* logits, T* picked, const T* x, const int* rows, 
 // y plus the adapter's part of row r: of[n] is token n's adapter, or null.
 template <class T> acc<T> with_adapter(acc<T> y, const Adapter<T>* const* of, int n, int r) {
     if (const Adapter<T>* a = of[n])
-        for (size_t i = 0; i < a->width(); i++) y += to_acc(a->B[r * a->width() + i]) * to_acc(a->h[n * a->width() + i]);
+        for (size_t i = 0; i < a->width(); i++)
+            y += to_acc(a->B[r * a->width() + i]) * to_acc(a->h[n * a->width() + i]);
     return y;
 }
 template <class T>
@@ -34,7 +35,9 @@ template <class T>
 void rows_linear_add_cpu(Context&, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W,
                          const Adapter<T>* const* of, int N) {
     const size_t ld = W.out();
-    product(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + with_adapter(y, of, n, r); });
+    product(W, x, N, [=](int n, int r, acc<T> y) {
+        out[n * ld + r] = residual[n * ld + r] + with_adapter(y, of, n, r);
+    });
 }
 inline int sample_cpu(const Context&, const float* logits, int exist, const Sampling& how, uint64_t counter) {
     return sample(logits, exist, how, counter);
@@ -52,7 +55,9 @@ inline InstructionSet best_instruction_set() { return ISA_PLAIN; }
 // ---- Ceilings
 struct ReadTest {
     double ceiling = 0;
-    ReadTest() { DIE("the ceilings of this machine are measured by cpu/ and gpu/, which a portable build does not have"); }
+    ReadTest() {
+        DIE("the ceilings of this machine are measured by cpu/ and gpu/, which a portable build does not have");
+    }
     double pass() { return 0; }
 };
 struct Ceilings { double read, multiply; };

@@ -22,7 +22,9 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
         for (const ModelTensor& t : model_tensors(file.config)) {
             const TensorPlace<bf16> place = place_of(*this, t);
             if (place.linear && place.linear->format != Format::PLAIN) {
-                if (!Optional::PACKED) DIE("%s: packed weights on a GPU need a build that is not portable", file.path.c_str());
+                if (!Optional::HERE)
+                    DIE("%s: a portable build has no packed weights on a GPU (without --packed they become bfloat16)",
+                        file.path.c_str());
                 if (place.block == 0) place_packed(gpu, *place.linear, planned ? &pieces : nullptr, made);
                 packed = true;
                 continue;

@@ -299,8 +299,8 @@ void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adju
                draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted), R);
     if (!s.tells) return;
     const auto tell = [&](auto W) {
-        launch(ctx, drawn_logit_kernel<decltype(W)>, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
-               gpu.draw_row, W, config.C);
+        launch(ctx, drawn_logit_kernel<decltype(W)>, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq,
+               slots.wanted, activations.normed, gpu.draw_row, W, config.C);
     };
     if (!Optional::packed_rows(weights.head, tell)) tell(PlainHead{weights.head.w[0], config.C});
 }
