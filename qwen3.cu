@@ -2,7 +2,7 @@
 
    Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
    Book II   the same ops on a GPU, for nvcc: all forward and backward kernels, for any GPU from sm_80 on. Each kernel
-             is tested against its op in Book I. What is in cpu/ and gpu/ is faster where the machine allows, and optional.
+             is tested against its op in Book I. cpu/ and gpu/ are optional: they are faster where the machine allows.
 
    Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
            make portable        without cpu/ and gpu/: this text alone computes
@@ -1276,7 +1276,7 @@ inline constexpr int MAX_TILES = 4096;
 #else
 #define BLOCKS_OF_1024 1
 #endif
-// Where suites compile kernels for a CPU, too:
+// Tests of kernels on a CPU have other definitions of these two (tests/emulate).
 #define GPU_UNROLL _Pragma("unroll")
 #define SHARED_FLOATS(name) extern __shared__ __align__(16) float name[]
 
@@ -1688,7 +1688,7 @@ Context with_own_scratch(const Context& ctx) {
 // "A block a token" means: block n computes row n, its threads share the channels.
 
 #if COMPILED(PART_TEXT)
-// ---- embed. A block a token.
+// ---- embed. A block a token, 128 threads, a thread every 128th channel. Bound by reading the rows of the table.
 __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     let_next_start();
     wait_for_previous();
@@ -1754,7 +1754,8 @@ struct PlainRows { // C numbers, ld apart; also in shared memory
     }
 };
 #if COMPILED(PART_TEXT)
-// A block a token.
+// rmsnorm of few tokens. A block a token, 256 to 1,024 threads; a warp owns every so many pieces of 128 channels.
+// Shared memory: the squares of the pieces, C / 128 floats. Bound by memory latency.
 __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
     extern __shared__ float pieces[];
     let_next_start();
@@ -1798,6 +1799,7 @@ __device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* 
 inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
 inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
 #if COMPILED(PART_TEXT)
+// rmsnorm of many tokens. Eight tokens a block, a warp a token; no shared memory. Bound by memory bandwidth.
 __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
                                                            float eps) {
     let_next_start();
@@ -1895,8 +1897,9 @@ template <int D> struct WarpFp8Head {
 // 2^(e - 128), of which 0 says that the row is NaN
 __device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
 
-// A warp two heads of a token, from row `first` on: four loads on their way, before it is known whether the row is
-// spare (one wait instead of two; of spare rows nothing is stored). Bound by the memory's speed.
+// Of q, k and v, from row `first` on. Blocks of 8 warps, a warp two heads of a token: four loads are under way before
+// it is known whether the row is spare (one wait instead of two; of spare rows nothing is stored). Bound by the
+// memory's speed.
 template <int D, bool FP8>
 __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                       const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
@@ -1941,7 +1944,8 @@ void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const b
     launch(ctx, kernel, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
 }
 
-// ---- head's first half: the rows that are wanted, one after another. A block a row.
+// ---- head's first half: the chosen rows, one after another. A block of 256 threads a row, a thread every 256th
+// number. Bound by launching.
 __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, int C) {
     let_next_start();
     wait_for_previous();
@@ -1959,8 +1963,8 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 // The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
 // backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
 // Three kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and for
-// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel. What becomes of a sum is said by the
-// kernel's epilogue.
+// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel (gpu/products/hopper.h). The kernel's
+// epilogue says where a sum goes.
 
 // ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
 // it. Here are the defaults. An epilogue for stream_kernel adds `one`, one for tile_kernel and hopper_kernel `four`:
@@ -2166,6 +2170,7 @@ template <int TILES, bool PAIR> struct StreamWeights {
 BOTH inline int stream_norm_pieces(int N, int in) { return (N * ((in + 127) / 128) + 3) / 4 * 4; } // floats
 inline constexpr int STREAM_NORM_PAD = 8; // numbers between two rows
 
+// linear, linear_add, norm_linear, norm_linear_swiglu and head of few tokens: see above.
 template <int TILES, int M, bool NORM, class Epilogue>
 __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
@@ -2696,6 +2701,7 @@ __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, 
     }
 }
 
+// linear, linear_add, norm_linear_swiglu, head of many tokens, and the products of the backward ops: see above.
 template <class S, bool X_COLS, bool W_COLS, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
@@ -2907,7 +2913,8 @@ __global__ void __launch_bounds__(256, 2) lora_down_few_kernel(bf16* h, const bf
         store_four(h + (size_t)(n0 + n) * p.width() + j * p.rank + r0 + r, all);
 }
 
-// rmsnorm of many tokens, and what dropout keeps of it for each module: it makes the masks while it waits for memory.
+// rmsnorm of many tokens, and the dropout masks of each module. Eight tokens a block, a warp a token: it makes masks
+// while it waits for memory. Bound by Philox and by memory bandwidth.
 __global__ void __launch_bounds__(256) rmsnorm_masks_kernel(bf16* out, const float* x, const bf16* w, float eps,
                                                             const __grid_constant__ LoraArgs p) {
     let_next_start();
@@ -3451,6 +3458,7 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
     store_rows(p, tile, rows, n0, n1, scale);
 }
 
+// attention: see "Attention for prompts".
 template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(AttentionArgs p) {
     extern __shared__ __align__(128) uint4 tiles[]; // of queries; two stages of keys, two of values
     const QueryTile tile(p, blockIdx.x, gridDim.y - 1 - blockIdx.y); // later tokens see more keys: long blocks first
@@ -3791,6 +3799,7 @@ __device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>
     }
 }
 
+// attend: see "Attention for sequences of one new token".
 template <int D, bool FP8, class Page>
 __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_decode_kernel(DecodeArgs p, int heads) {
     __shared__ DecodeShared<D> shared;
@@ -3886,7 +3895,8 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
 
 // ---- Attention, launched.
 #if COMPILED(PART_PROMPT)
-// Joins the parts of split keys. A block a token's head, a thread a number; bound by launching.
+// attention's last step with split keys: joins the parts. A block a head of a token, D threads, a thread a number of
+// it. Bound by launching.
 __global__ void attention_sum_kernel(bf16* out, const float* partial, const int* seq, int first, int H, int splits) {
     wait_for_previous();
     const size_t row = blockIdx.x, D = blockDim.x;
@@ -4333,6 +4343,7 @@ __device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row
         }
 }
 
+// sample: see above.
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 sample_kernel(const float* all_logits,        // (R,V)
               size_t V, const Draw* draws,    // (R)
@@ -4466,10 +4477,11 @@ struct LossEpilogue : Epilogue {
 };
 
 #if COMPILED(PART_LOSS)
-// ---- cross_entropy. A block a row. Of each 64 logits of it `parts` has the largest, and the sum of w = e^(logit -
-// from), which `weights` (R,V) holds, or is null; loss[r] was the target's logit. The row's gradient is factor (w, less
-// their sum at the target), so that one of its weights changes. `from` is zero at first: if w of some row might leave
-// what a float holds, all rows are asked for `again`, this one's from its largest logit on.
+// ---- cross_entropy. A block of 256 threads a row; a thread owns every 256th part. Bound by latency. Of each 64 logits
+// of it `parts` has the largest, and the sum of w = e^(logit - from), which `weights` (R,V) holds, or is null; loss[r]
+// was the target's logit. The row's gradient is factor (w, less their sum at the target), so that one of its weights
+// changes. `from` is zero at first: if w of some row might leave what a float holds, all rows are asked for `again`,
+// this one's from its largest logit on.
 __global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
                                                             int* again, const float2* parts, int pieces,
                                                             const int* target, float scale, const float* by, int V,
@@ -4500,7 +4512,7 @@ __global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* w
     weights[(size_t)r * V + target[r]] = round_bf16(exp2_fast((right - since) * LOG2E) - sum);
 }
 
-// ---- add_losses. One block.
+// ---- add_losses. One block of 1,024 threads, a thread every 1,024th loss. Bound by latency.
 __global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const float* loss, int R) {
     let_next_start();
     wait_for_previous();
@@ -4513,7 +4525,7 @@ void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) {
     launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R);
 }
 
-// ---- scale_rows. A block a row, a thread every 256th number.
+// ---- scale_rows. A block of 256 threads a row, a thread every 256th number. Bound by memory bandwidth.
 __global__ void __launch_bounds__(256) scale_rows_kernel(bf16* x, size_t ld, const float* by, int n) {
     let_next_start();
     wait_for_previous();
@@ -4576,8 +4588,9 @@ void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t 
 #endif
 
 #if COMPILED(PART_NORMS_BACKWARD)
-// ---- rmsnorm_backward. A block has a token; or with DW every so many, and adds up its part of dw in shared memory,
-// where each thread has its own columns, for `partial` (blocks, C). Bound by memory.
+// ---- rmsnorm_backward. A block of 128 threads has a token; or with DW every so many, and adds up its part of dw in
+// shared memory (C floats), where each thread has its own columns, for `partial` (blocks, C). Bound by memory
+// bandwidth.
 inline constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
 template <bool DW>
 __global__ void __launch_bounds__(128, NORM_BLOCKS)
@@ -4626,7 +4639,8 @@ rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial, const
     for (int i = threadIdx.x * 4; DW && i < C; i += 512)
         *(float4*)(partial + (size_t)blockIdx.x * C + i) = *(const float4*)(dw + i);
 }
-// dw[i] += what the blocks left, in order. A block has 32 columns, a warp every 32nd row.
+// dw[i] += the sums of the blocks, in order. A block of 1,024 threads has 32 columns, a warp every 32nd row. Bound by
+// latency.
 __global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const float* partial, int rows, int C) {
     __shared__ float sums[32][32];
     let_next_start();
@@ -4850,7 +4864,8 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
             add_to_dA(dA, p, first, c0, f, threadIdx.x, half, make_float2(v[2 * half], v[2 * half + 1]));
     }
 }
-// Grid: (8 groups, columns / 128, groups / GROUPS). A thread owns two numbers of a tile.
+// The second half of lora_backward_weight with splits: their sums. Grid: (8 groups, columns / 128, groups / GROUPS),
+// 256 threads. A thread owns two numbers of a tile. Bound by reading the L2 cache.
 __global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraArgs p, const float* partial,
                                                                int splits) {
     let_next_start();
@@ -4957,7 +4972,8 @@ inline constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
 // 128.
 inline constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
 
-// delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256. Bound by memory.
+// attention_backward's delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256
+// threads. Bound by memory bandwidth.
 template <int D> __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf16* out, size_t rows) {
     let_next_start();
     wait_for_previous();
@@ -5345,7 +5361,7 @@ template <int D> struct WarpHeadBackward {
         d.store(dhead);
     }
 };
-// A warp a head of a token.
+// Without the gradients of the weights. Blocks of 8 warps, a warp a head of a token. Bound by memory bandwidth.
 template <int D>
 __global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
                                             const float* rope, Batch b, int H, int K, float eps) {
@@ -5361,7 +5377,8 @@ __global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const b
     y.store(dqkv + at);
 }
 // The same, and the weights' gradients: warp w of W takes tokens w, w + W, ..., four heads at a time; its sums stay in
-// registers; the last block to arrive adds the blocks' sums in order.
+// registers; the last block to arrive adds the blocks' sums in order. Up to 512 blocks of 8 warps; shared memory: 8 (2
+// D) floats. Bound by memory bandwidth.
 inline constexpr int HEAD_BLOCKS = 512;
 template <int D>
 __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, bf16* dqkv,
@@ -5443,7 +5460,8 @@ void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_w
 #endif
 
 #if COMPILED(PART_TEXT)
-// ---- embed_backward. A block a token; the first one with its id adds up all that have it, in order.
+// ---- embed_backward. A block of 128 threads a token; the first token of an id adds up all tokens that have it, in
+// order. A thread owns every 128th channel. Bound by memory bandwidth.
 __global__ void __launch_bounds__(128) embed_backward_kernel(float* dW, const float* dx, Batch b, int C) {
     __shared__ uint32_t found[4];
     let_next_start();
@@ -5469,7 +5487,8 @@ void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b
     launch(ctx, embed_backward_kernel, b.N, 128, 0, dW, dx, b, C);
 }
 
-// ---- grad_norm. A block a piece of NORM_PIECE numbers; then one block adds the pieces.
+// ---- grad_norm. A block of 256 threads a piece of NORM_PIECE numbers; then one block of 1,024 adds the pieces. Bound
+// by memory bandwidth.
 __global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
     let_next_start();
     wait_for_previous();
@@ -5493,7 +5512,7 @@ void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, 
     launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
 }
 
-// ---- adamw. A thread a number.
+// ---- adamw. Blocks of 256 threads, a thread a number. Bound by memory bandwidth: 30 bytes a number.
 struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
 __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
                              AdamWStep a) {

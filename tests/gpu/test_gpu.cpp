@@ -484,10 +484,8 @@ TEST_CASE("packed weights, a head larger than the scratch: logits, losses and gr
             for (int i = 0; i < C; i++) REQUIRE(e[(size_t)n * C + i] == W.host.at(batch.token[n], i));
     }
 }
-#endif // QWEN3_PORTABLE
 
 TEST_CASE("packed models on the GPU: logits as near to transformers' as bf16, drawn and greedy answers go on") {
-    if (!Optional::HERE) return; // (a portable build)
     for (std::string model : {"awq", "fp8"}) {
         CAPTURE(model);
         const Golden g("quantized/" + model);
@@ -508,6 +506,7 @@ TEST_CASE("packed models on the GPU: logits as near to transformers' as bf16, dr
         CHECK(mean_kl(g.logits, logits, g.file.config.V) <= g.bf16_kl);
     }
 }
+#endif // QWEN3_PORTABLE
 
 TEST_CASE("GPTQ on the GPU: as near the model on its text as GPTQ on the CPU, and nearer than the nearest numbers") {
     const ModelFile file("tests/fixtures/tiny/model.bin");
@@ -1370,8 +1369,8 @@ TEST_CASE("FP8 keys and values: a session on the GPU agrees with one on the CPU,
 }
 
 // ---- One kernel a token (step.h). Emulated before in tests/unit/test_step.cpp.
+#ifndef QWEN3_PORTABLE
 TEST_CASE("packed weights are uploaded right where they fill several buffers") {
-    if (!Optional::HERE) return; // (a portable build)
     const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
     Weights<bf16> host(*m.file, true, true), device(*m.file, true, true); // INT8: 34 MB
     Context ctx = gpu();
@@ -1384,7 +1383,6 @@ TEST_CASE("packed weights are uploaded right where they fill several buffers") {
     CHECK(mean_kl(std::vector<float>(on_cpu.logits, on_cpu.logits + V), std::vector<float>(on_gpu.logits, on_gpu.logits + V), V) < 1e-3);
 }
 
-#ifndef QWEN3_PORTABLE
 // What a session draws after a prompt, and the logits behind the prompt and of its last step.
 struct RoadRun {
     std::vector<int> ids;
