@@ -1,5 +1,7 @@
 # make              qwen3, train_lora, datagen and serve: with nvcc where a GPU is, else for the CPU with g++ alone
 # make cpu          the same for the CPU, wherever it is
+# make portable     qwen3, train_lora and serve without cpu/ and gpu/: Book I and Book II alone, to build/MODE-text/
+# make single       build/qwen3_single.cu: the portable qwen3 as one file, for g++ and nvcc
 # make test         builds with -Werror, runs every suite; the last line counts
 # make headers      compiles every header by itself, and checks that includes go one way
 # make asan|fuzz    the suites under ASan + UBSan; the fuzzers (SECONDS_EACH=20)
@@ -62,11 +64,11 @@ CXXFLAGS  ?=
 COLD       = -Og $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
 OPT        = $(COLD)
 FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) \
-             $(if $(CURL),-DHAVE_CURL) $(if $(CUDA),-DQWEN3_GPU) $(WARN) $(CXXFLAGS)
+             $(if $(CURL),-DHAVE_CURL) $(if $(CUDA),-DQWEN3_GPU) $(if $(TEXT),-DQWEN3_PORTABLE) $(WARN) $(CXXFLAGS)
 CPUFLAGS   = -std=c++17 $(OPT) $(FLAGS) -fPIC -I.
 GENCODE    = $(foreach a,$(WANTED),-gencode arch=compute_$(a),code=sm_$(a))
 NVCCFLAGS  = -x cu -std=c++17 -O3 $(GENCODE) $(SPLIT) -I. -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT:-Og=-O1) $(FLAGS) -fPIC))
-MODE       = $(notdir $(firstword $(CXX)))$(if $(CUDA),-cuda)$(PORTABLE:%=-portable)$(SANITIZE:%=-$(SANITIZE))
+MODE       = $(notdir $(firstword $(CXX)))$(if $(CUDA),-cuda)$(PORTABLE:%=-portable)$(TEXT:%=-text)$(SANITIZE:%=-$(SANITIZE))
 BUILD      = build
 B          = $(BUILD)/$(MODE)
 
@@ -79,14 +81,19 @@ HOT        = $(filter $(ROOMS:%=%/%),model/tokenizer.cpp model/lookup.cpp model/
              form/grammar.cpp form/automaton.cpp form/masks.cpp search/index.cpp search/words.cpp search/hybrid.cpp \
              $(patsubst %,book/%.cpp,jieba words characters minhash score bleu_words rouge_index))
 SEPARATE   = book/generate.cpp book/grade.cpp cli/libedit.cpp cpu/%
-SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(wildcard cpu/*.cpp) \
-             $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) gpu/*.cu gpu/*/*.cu))
+SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(if $(TEXT),,$(wildcard cpu/*.cpp)) \
+             $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
-.PHONY: all cpu info test headers asan tsan aarch64 fuzz campaign bench report course course-folder clean cuda-check lab lab-check lab-plots check-env
+.PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report course course-folder clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
+portable:
+	@$(MAKE) TEXT=1 text-programs
+.PHONY: text-programs
+text-programs: $(filter-out $(B)/datagen,$(PROGRAMS_ALL:%=$(B)/%)) | info
+	@echo "built     $(filter-out %.a,$^)"
 
 info:
 	@echo "compiler  $(if $(CUDA),$(HAVE_NVCC) with $(CXX),$(CXX); $(if $(HAVE_NVCC),nvcc is here$(comma) but no GPU: CPU only (make ARCH=89 builds for a GPU),no nvcc: CPU only))"
@@ -166,6 +173,14 @@ $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
 	$(Q)$(LINK) $^ -o $@ $(LIBS) $(CMARK)
 $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
+
+# The study text, its headers and the sources of qwen3 as one file.
+SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp,$(wildcard $(patsubst %,%/*.cpp,base model form search book cli)) \
+             $(wildcard model/*.cu))
+single: $(BUILD)/qwen3_single.cu
+$(BUILD)/qwen3_single.cu: single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
+	@mkdir -p $(BUILD)
+	@awk -f $< $(SINGLE) > $@ && echo "built     $@"
 
 # The page to chat on, as a string of C++.
 $(BUILD)/chat_page.inc: server/chat.html

@@ -1,10 +1,11 @@
 /* qwen3.cu: the Qwen3 language model, as a text to study.
 
    Book I    the model in plain C++: each op is its formula and a loop, forward and backward. Slow and right.
-   Book II   the same ops on a GPU, for nvcc. Each kernel is tested against its op in Book I. Small kernels are in this
-             file, norm and RoPE in gpu/norm_rope.h; products, attention, sampling and the backward pass are in gpu/.
+   Book II   the same ops on a GPU, for nvcc: all forward and backward kernels, for any GPU from sm_80 on. Each kernel
+             is tested against its op in Book I. cpu/ and gpu/ are optional: they are faster where the machine allows.
 
    Build:  make                 with nvcc where a GPU is, else with g++ alone (this file is also plain C++17)
+           make portable        without cpu/ and gpu/: this text alone computes
    Run:    ./qwen3 model.bin -i "What is a warp?"            (-d plain runs Book I itself, on the CPU)
 
    From a prompt to an answer: text becomes token ids (model/tokenizer.h). `forward` turns the ids into one vector for
@@ -26,7 +27,7 @@
 
    Contracts
    - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Each op that takes time has two more
-     versions: `op_cpu` in cpu/ for the instructions of CPUs, `op_gpu` in Book II and gpu/. RUN (section 4) chooses.
+     versions: `op_cpu` in cpu/ for the instructions of CPUs, `op_gpu` in Book II. RUN (section 4) chooses.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
      number of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On
@@ -42,7 +43,8 @@
    Contents
    Book I     1 Ops on rows    2 Products    3 Tokens, cache and attention    4 forward    5 generate
               6 Backward ops, AdamW    7 backward
-   Book II    8 Toolbox    9 Small kernels;     and main
+   Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampler and graph    13 Backward
+   and main
 */
 #ifndef QWEN3_CU
 #define QWEN3_CU
@@ -55,6 +57,7 @@
 #include "model/kv_cache.h"
 #include "model/sampling.h"
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -63,10 +66,6 @@
 #include <numeric>
 #include <utility>
 #include <vector>
-
-#ifdef __CUDACC__
-#include <cuda.h> // CUtensorMap
-#endif
 
 // ###################################################### Book I #######################################################
 
@@ -434,7 +433,7 @@ template <class T> struct Weights {
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
     void upload(Context& ctx, const ModelFile& file);
 };
-template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // gpu/upload.cu
+template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // model/upload.cu
 
 // The arrays between forward ops, for up to N tokens. In inference all layers share one set. In training a layer has
 // its own copy of the arrays that the backward pass reads and does not compute again: see model/plans.cpp.
@@ -475,7 +474,7 @@ template <class T> struct KVCache {
 // RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
 // is a template on T and has a variable `ctx`. op_cpu and op_gpu are declared at the end of Book I; the compiler finds
 // them by the type of `ctx` (argument-dependent lookup).
-#ifdef QWEN3_PLAIN // Book I alone
+#if defined(QWEN3_PLAIN) || defined(QWEN3_PORTABLE)
 template <class T> constexpr bool HAS_CPU = false;
 #else
 template <class T> constexpr bool HAS_CPU = true;
@@ -1040,10 +1039,150 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 
 // ################################################# The end of Book I #################################################
 // Its slow ops once more, for the vector and matrix instructions of CPUs:
-#ifndef QWEN3_PLAIN
+#if !defined(QWEN3_PLAIN) && !defined(QWEN3_PORTABLE)
 #include "cpu/ops.h"
 #endif
-#include "gpu/ops.h" // ... and Book II's launchers, declared: op_gpu
+
+// ---- Draws on a GPU: how, and where the drawn tokens go.
+struct Draw {
+    Sampling how;
+    int exist; // only ids below may be drawn
+};
+
+// Where draws go, and the batch of the next step.
+struct DrawState {
+    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
+    const int *seq, *pages;  // (R), (., max_pages)
+    int max_pages;
+    uint32_t* seen;          // (sequences, V) or null
+    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
+    int ring_size;
+    int* last;               // (sequences) what was drawn last, or null
+};
+
+// How a product's rows were dealt: `rows` neighbours at a time to its blocks in turn, the first ones to block `shift`.
+// blocks 0: they were not.
+struct RowsDealt {
+    int blocks = 0, rows = 0, shift = 0;
+};
+
+// A step of up to `most` tokens as one kernel (gpu/step/), where there is one: see Optional::one_kernel.
+inline constexpr int STEP_TOKENS = 8; // `most` at most
+struct OneKernelStep {
+    int most = 1;
+    virtual ~OneKernelStep() = default;
+    // The batch and its cache; logits go to `logits`, each block's likeliest id to `best`.
+    virtual void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
+                     unsigned long long* best) = 0;
+    // greedy: the kernel itself draws, to `next`. seen: counts for the penalties, or null.
+    virtual void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) = 0;
+    virtual void launch_step() = 0;             // on the context's stream; part of a graph, if one is being recorded
+    virtual RowsDealt dealt() const = 0;        // the head's rows
+    virtual const uint32_t* steps() const = 0;  // how many were computed, in the GPU's memory
+    virtual void check() const = 0;             // throws Error if a block waited in vain
+};
+
+// The likeliest id of each of the head's blocks: there is room for so many of them.
+inline constexpr int BEST_BLOCKS = 1024;
+// Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
+inline constexpr int DRAW_GROUPS = 256;
+
+// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op: their shapes stand there.
+// Nothing waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
+void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
+void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
+// h of W's adapter. made: its dropout masks are there.
+void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
+void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N);
+void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
+                     int N, float eps);
+// Rows from `first` on; so has attention_gpu.
+void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
+                        int first = 0);
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
+                   const Batch& b, int H, int K, int D, int first = 0);
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
+                const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
+                float eps);
+void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+                            const Linear<bf16>& W, int N, float eps);
+void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
+void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C); // head's first half
+
+// Backward
+void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
+                   const bf16* x, const int* rows, const int* target, float scale, const float* by,
+                   const Linear<bf16>& W, int R);
+void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
+void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
+void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+                       const int* rows, const Linear<bf16>& W, int R);
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
+                          const bf16* w, int N, int C, float eps);
+void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
+                               int N);
+void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
+                                int in);
+void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
+                                const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
+void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                            const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K, int D,
+                            float* delta);
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
+                              const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H,
+                              int K, int D, float eps);
+void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout, const bf16* q,
+                         const bf16* keys, const bf16* values, const bf16* out, const float* lse, const bf16* qkv,
+                         const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
+                         int D, float eps, float* delta);
+void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
+void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
+void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+               const AdamW& a);
+
+// Sampler
+// The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
+// `best`. Returns how rows of W were dealt to blocks.
+RowsDealt draw_head_gpu(Context& ctx,
+                        float* logits,            // (R,V) out
+                        const Draw* draw,         // (R)
+                        const uint32_t* seen,     // (R,V), or null: no penalties
+                        unsigned long long* best, // (R, BEST_BLOCKS) out
+                        const bf16* x,            // (., C)
+                        const int* rows,          // (R)
+                        const Linear<bf16>& W, int R);
+// Book I's `sample`, and the next step's batch. early: it may start before the kernel ahead has ended.
+void sample_gpu(Context& ctx, bool early,
+                const float* logits,            // (R,V)
+                size_t V,
+                const Draw* draws,              // (R)
+                const unsigned long long* best, // (R, BEST_BLOCKS) of draw_head_gpu, or null
+                const RowsDealt& dealt,         // ... which returned it
+                const DrawState& state, int R);
+// Book I's `likeliest`.
+void likeliest_gpu(Context& ctx,
+                   Likeliest* out,      // (R)
+                   const float* logits, // (R,V)
+                   size_t V, int exist,
+                   const int* seq,      // (R) -1: a spare row
+                   const int* wanted,   // by seq: how many ids; -1: the row is left alone
+                   int R);
+
+
+// Scratch
+// Takes scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
+// `context` tokens in `pages` pages. From then on the context has a Gpu of its own.
+void plan_scratch(Context& ctx, Arena& arena);
+void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
+// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D);
+size_t widened_numbers(const Config& c, size_t pages); // of a layer's FP8 cache as bf16
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
+// little.
+int splits_for_graph(int position, int context);
 
 // Compiled once, in the object of this file.
 #ifdef QWEN3_LIBRARY
@@ -1065,8 +1204,43 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #endif
 
-#ifdef __CUDACC__
 // ###################################################### Book II ######################################################
+// Kernels and launchers. Suites compile some of the kernels for a CPU, too, and run them there (tests/emulate).
+#if defined(__CUDACC__) || defined(QWEN3_EMULATED)
+#define QWEN3_KERNELS
+#endif
+#ifdef __CUDACC__
+
+// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those that
+// have no optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they
+// compile at the same time.
+#define PART_TEXT 1
+#define PART_LINEAR 2
+#define PART_LINEAR_ADD 3
+#define PART_SWIGLU 4
+#define PART_HEAD 5
+#define PART_PROMPT 6
+#define PART_DECODE 7
+#define PART_BACKWARD_ATTENTION 8
+#define PART_BACKWARD_LINEAR 9
+#define PART_BACKWARD_SWIGLU 10
+#define PART_LOSS 11
+#define PART_WEIGHT 12
+#define PART_LORA_UP 13
+#define PART_LORA 14
+#define PART_ATTEND 15
+#define PART_DRAWS 16
+#define PART_DRAW_HEAD 17
+#define PART_NORMS_BACKWARD 18
+#if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
+#define COMPILED(part) 1
+#elif defined(QWEN3_PART)
+#define COMPILED(part) (QWEN3_PART == part)
+#elif defined(QWEN3_LIBRARY)
+#define COMPILED(part) (part == PART_TEXT)
+#else
+#define COMPILED(part) 0
+#endif
 
 // ========================================================================================================== 8 Toolbox
 // Errors, launches, and the instructions that kernels are made of, each wrapped once under its name in the PTX ISA.
@@ -1079,7 +1253,7 @@ inline void cuda_check(cudaError_t e, const char* call) {
 struct Gpu {
     cudaStream_t stream = nullptr;
     int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
-    bool hopper = false;         // sm_90a, and this binary was built for it: wgmma
+    bool hopper = false;         // sm_90a, and this binary was built for it, with gpu/: wgmma
     bool overlap = false;        // sm_90 and up: a kernel may start before the one ahead of it has ended
     float* partial = nullptr;    // of products whose sums several blocks share, PARTIAL_BYTES
     int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
@@ -1102,7 +1276,9 @@ inline constexpr int MAX_TILES = 4096;
 #else
 #define BLOCKS_OF_1024 1
 #endif
-#define GPU_UNROLL _Pragma("unroll") // where suites compile a header for a CPU too (tests/emulate)
+// Tests of kernels on a CPU have other definitions of these two (tests/emulate).
+#define GPU_UNROLL _Pragma("unroll")
+#define SHARED_FLOATS(name) extern __shared__ __align__(16) float name[]
 
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
 // kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
@@ -1224,6 +1400,13 @@ __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uin
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
 }
 
+// a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
+__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 // x is made before what follows: a product that all lanes have to compute does not move behind a branch of some.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
 
@@ -1239,262 +1422,6 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 }
 #undef LDMATRIX
 
-// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
-// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
-// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past. From sm_80 on;
-// bytes are expected from sm_90 on.
-__device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ inline void barriers_begun() { // all threads and copies see it; before the block's next __syncthreads
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-__device__ inline void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_arrive_expecting([[maybe_unused]] uint32_t barrier, [[maybe_unused]] int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
-}
-__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-#define BARRIER_WAIT "mbarrier.try_wait.parity.shared::cta.b64"
-#else
-#define BARRIER_WAIT "mbarrier.test_wait.parity.shared::cta.b64"
-#endif
-    asm volatile("{ .reg .pred done;\n"
-                 "again: " BARRIER_WAIT " done, [%0], %1;\n"
-                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-#undef BARRIER_WAIT
-}
-
-// ---- Hopper's own instructions: sm_90a only, elsewhere nothing.
-#ifdef HAVE_WGMMA
-#define HOPPER_ASM(...) asm volatile(__VA_ARGS__)
-#else
-#define HOPPER_ASM(...)
-#endif
-
-// Stages in shared memory that are filled and used in turn: which one is next, and the parity of its phase.
-template <int STAGES> struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-    __device__ __forceinline__ void next(int stages = STAGES, int by = 1) { // stages: fewer of them, always the same
-        if ((stage += by) >= stages) stage -= stages, parity ^= 1;
-    }
-};
-
-// The Tensor Memory Accelerator copies a box of an array to shared memory (PTX ISA, "cp.async.bulk.tensor"): from place
-// x, y, .. on as many numbers of each dimension as the map says, swizzled as wgmma wants them, zeros past the array's
-// end. The barrier counts the bytes of the whole box. One thread asks for it.
-__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y) : "memory");
-}
-__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y, int z) {
-    HOPPER_ASM("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-               "[%1, {%3,%4,%5}], [%2];"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
-}
-__device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y, int z, int u) {
-    HOPPER_ASM("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-               "[%1, {%3,%4,%5,%6}], [%2];"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
-}
-// The same by what the L2 cache shall do with the box (the values are CUTLASS's, cute::TMA::CacheHintSm90).
-[[maybe_unused]] constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000;
-__device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x,
-                                   int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-               "[%1, {%3,%4}], [%2], %5;"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
-}
-// ... to the same place of both blocks of a cluster of two, each of whose barriers there counts the bytes.
-__device__ inline void copy_box_to_both(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier,
-                                        int x, int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-               ".L2::cache_hint [%0], [%1, {%3,%4}], [%2], %6, %5;"
-               ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy), "h"((uint16_t)3) : "memory");
-}
-// ... and back, as a part of the group that ends at the next commit_boxes. What is past the array's end is left out.
-__device__ inline void store_box(const CUtensorMap& map, uint32_t shared, int x, int y) {
-    HOPPER_ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
-               ::"l"(&map), "r"(shared), "r"(x), "r"(y) : "memory");
-}
-__device__ inline void commit_boxes() { HOPPER_ASM("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until shared memory has been read by all of this thread's groups but the last few.
-template <int LAST> __device__ inline void wait_for_boxes() {
-    HOPPER_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(LAST) : "memory");
-}
-__device__ inline void prefetch_map(const CUtensorMap& map) {
-    HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-// The blocks of a cluster (PTX ISA, "barrier.cluster"): all threads that have not ended meet; what they wrote to shared
-// memory before, all may read after it. Numbers of the shared memory of block `rank`, at our own `address`.
-__device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
-    HOPPER_ASM("{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;\n"
-               "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
-}
-// Our own `address` as it is in block `rank`, for send_block: four numbers go to `to` there, and `barrier`, there too,
-// counts their bytes (PTX ISA, "st.async"). The block must have begun, and not end before it waited for them.
-__device__ inline uint32_t block_address(uint32_t address, int rank) {
-    uint32_t there = 0;
-    HOPPER_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
-// Arrives at another block's barrier, by its block_address. (Not release.cluster, which would wait for all
-// that the thread has written: what follows are copies by TMA, and those it does not order.)
-__device__ inline void barrier_arrive_there(uint32_t barrier) {
-    HOPPER_ASM("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void send_block(uint32_t to, const float (&v)[4], uint32_t barrier) {
-    HOPPER_ASM("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
-               ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
-}
-// The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
-// one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
-struct Dimension {
-    size_t size, step;
-    int box;
-};
-inline CUtensorMap tensor_map(const void* array, CUtensorMapDataType type, int number_bytes, CUtensorMapSwizzle swizzle,
-                              std::initializer_list<Dimension> dimensions) {
-    static const auto encode = [] {
-        void* f = nullptr;
-        cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found));
-#else
-        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &found));
-#endif
-        return (decltype(&cuTensorMapEncodeTiled))f;
-    }();
-    cuuint64_t size[4], bytes[4];
-    cuuint32_t box[4], step[4] = {1, 1, 1, 1};
-    int n = 0;
-    for (const Dimension& d : dimensions) size[n] = d.size, bytes[n] = d.step * (size_t)number_bytes, box[n++] = d.box;
-    CUtensorMap map;
-    if (encode(&map, type, n, (void*)array, size, bytes + 1, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-        DIE("the GPU's driver has no map for an array of %zu x %zu", (size_t)size[1], (size_t)size[0]);
-    return map;
-}
-inline CUtensorMap tensor_map(const bf16* array, std::initializer_list<Dimension> dimensions) {
-    const auto swizzle = dimensions.begin()->box == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
-    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, swizzle, dimensions);
-}
-inline CUtensorMap tensor_map(const float* array, std::initializer_list<Dimension> dimensions) {
-    return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_128B, dimensions);
-}
-
-// Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
-template <int REGISTERS> __device__ inline void keep_registers() {
-    HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-template <int REGISTERS> __device__ inline void take_registers() {
-    HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-}
-
-// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what lies in shared memory,
-// without ldmatrix and at the full rate of the tensor cores.
-// The operand at `shared`: 128 bytes a row in the 128-byte swizzle (chunk c of 16 bytes of row r lies in place
-// c ^ r % 8), groups of eight rows `group` bytes apart (SBO). If it is transposed, rows are steps of the contraction,
-// and panels of 64 columns lie `panel` bytes apart (LBO).
-__device__ inline uint64_t wgmma_operand(uint32_t shared, int panel, int group = 1024) {
-    const uint64_t at = shared >> 4 & 0x3fff, lbo = panel >> 4, sbo = group >> 4, swizzle = 1;
-    return at | lbo << 16 | sbo << 32 | swizzle << 62;
-}
-// 32 columns, transposed, of rows of 64 bytes in the 64-byte swizzle (chunk c of row r is at c ^ r / 2 % 4).
-__device__ inline uint64_t wgmma_narrow_operand(uint32_t shared) {
-    const uint64_t at = shared >> 4 & 0x3fff, sbo = 512 >> 4, swizzle = 2;
-    return at | sbo << 32 | swizzle << 62;
-}
-// d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma
-// gives it; d[j] is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps
-// the compiler from moving stores to shared memory past it, wgmma_settle from using d too early.
-#define F1(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
-#define F8(j) F1(j), F1(j + 1), F1(j + 2), F1(j + 3), F1(j + 4), F1(j + 5), F1(j + 6), F1(j + 7)
-#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
-#define WGMMA(n, sums, a, b, add, a_cols, b_cols, ...) \
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
-               a ", " b ", add, 1, 1, " a_cols ", " b_cols "; }" \
-               : __VA_ARGS__ : "l"(a_at), "l"(b_at), "r"((int)more), "n"((int)A_COLS), "n"((int)B_COLS) : "memory")
-template <int N, bool A_COLS, bool B_COLS>
-__device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint64_t b_at, bool more) {
-    if constexpr (N == 32)
-        WGMMA("32", TEN() "%10,%11,%12,%13,%14,%15", "%16", "%17", "%18", "%19", "%20", F1(0), F1(1), F1(2), F1(3));
-    else if constexpr (N == 64)
-        WGMMA("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", F8(0));
-    else if constexpr (N == 96)
-        WGMMA("96", TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", "%48", "%49", "%50", "%51", "%52",
-              F8(0), F1(8), F1(9), F1(10), F1(11));
-    else if constexpr (N == 128)
-        WGMMA("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67", "%68",
-              F8(0), F8(8));
-    else if constexpr (N == 192)
-        WGMMA("192", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95", "%96",
-              "%97", "%98", "%99", "%100", F8(0), F8(8), F8(16));
-    else
-        WGMMA("256", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
-              "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", "%132",
-              F8(0), F8(8), F8(16), F8(24));
-}
-// The same with a in registers, as mma has it.
-#define WGMMA_REGISTERS(n, sums, a0, a1, a2, a3, b, add, b_cols, ...) \
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
-               "{" a0 "," a1 "," a2 "," a3 "}, " b ", add, 1, 1, " b_cols "; }" \
-               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_at), "r"((int)more), "n"((int)B_COLS) \
-               : "memory")
-template <int N, bool B_COLS>
-__device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b_at, bool more) {
-    static_assert(N == 64 || N == 128, "a row of columns that somebody needs");
-    if constexpr (N == 64)
-        WGMMA_REGISTERS("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", "%37", "%38", F8(0));
-    else
-        WGMMA_REGISTERS("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67",
-                        "%68", "%69", "%70", F8(0), F8(8));
-}
-// d (64,128) = a (64,32) b (32,128) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[16][4], uint64_t a_at, uint64_t b_at, bool more) {
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
-               "%60,%61,%62,%63}, %64, %65, add, 1, 1; }"
-               : F8(0), F8(8) : "l"(a_at), "l"(b_at), "r"((int)more) : "memory");
-}
-#undef WGMMA_REGISTERS
-#undef WGMMA
-#undef TEN
-#undef F8
-#undef F1
-// Before the first wgmma of a group: the sums' registers have been written.
-__device__ inline void wgmma_begin() {
-    HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory");
-}
-// The group ends.
-__device__ inline void wgmma_commit() {
-    HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-// wgmma may read all earlier writes to shared memory.
-__device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Waits until all groups but the last few are done.
-template <int LAST> __device__ inline void wgmma_wait() {
-    HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory");
-}
-// The compiler moves no use of the sums across this.
-template <int M, int N> __device__ inline void wgmma_settle(float (&d)[M][N][4]) {
-    #pragma unroll
-    for (int i = 0; i < M * N * 4; i++) asm volatile("" : "+f"(d[i / 4 / N][i / 4 % N][i % 4])::"memory");
-}
-
 // 16 bytes from global to shared memory in the background; zeros if not `there`.
 __device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
     const int bytes = there ? 16 : 0;
@@ -1506,35 +1433,12 @@ __device__ inline void copy_few_async(uint32_t shared, const void* global, bool 
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(BYTES), "r"(bytes)
                  : "memory");
 }
-// Arrives, as one of those that the barrier was begun with, when all of this thread's copies so far are there.
-__device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int YOUNGER> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory");
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-// 16 bytes of shared memory.
-__device__ __forceinline__ uint4 load_shared(uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared_half(uint32_t at, uint32_t v) { // its lower 16 bits
-    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ void store_shared(uint32_t at, const float (&v)[4]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                 : "memory");
-}
 
 inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
@@ -1605,12 +1509,186 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
     return last;
 }
 
+// ---- Optional speed. Book II is complete without gpu/. Where gpu/ has a faster kernel, or a format that Book II does
+// not have (packed weights, FP8 activations), the launcher asks Optional first. If that does nothing (false, 0, no
+// blocks), Book II's own kernel follows. A portable build has nothing optional; else gpu/ defines these functions.
+struct TileArgs;
+struct AttentionArgs;
+struct AttentionBackward;
+#ifdef QWEN3_PORTABLE
+struct Optional {
+    template <class... A> static bool embed(A&&...) { return false; }
+    template <class... A> static RowsDealt few(A&&...) { return {}; }
+    template <class... A> static bool many(A&&...) { return false; }
+    template <class... A> static bool norm_many(A&&...) { return false; }
+    template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
+    template <class... A> static bool weight_gradient(A&&...) { return false; }
+    template <class Use> static void weights(Context&, const Linear<bf16>& W, Use use) { use(W.w[0]); }
+    template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
+        use(0, columns ? W.in : W.out(), W.w[0]);
+    }
+    template <class... A> static bool packed_rows(A&&...) { return false; }
+    template <class... A> static int attention(A&&...) { return 0; }
+    template <class... A> static bool attention_backward(A&&...) { return false; }
+    template <class... A> static bool lora_up(A&&...) { return false; }
+    template <class... A> static void plan(A&&...) {}
+    template <class... A> static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, A&&...) {
+        if (ctx.one_kernel > Context::WHERE_FASTER)
+            fprintf(stderr, "--one-kernel: a portable build has none; a token is a graph of kernels\n");
+        return nullptr;
+    }
+    static constexpr bool HERE = false;
+};
+#else
+struct Optional {
+    // embed of a packed table.
+    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
+    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
+    template <class Epilogue>
+    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
+                         int N);
+    // The product of more tokens with packed weights as they are stored. It may change x: to rounded activations.
+    template <class Epilogue>
+    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
+    template <class Epilogue>
+    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
+                          const Linear<bf16>& W, int N, float eps);
+    // A product by tiles: on Hopper.
+    template <bool X_COLS, bool W_COLS, class Epilogue>
+    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
+    // linear_backward_weight, where its transposed product takes less time.
+    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
+    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
+    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
+    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
+    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k) reads RUN numbers of row r.
+    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
+    // attention of prompts, for heads of D numbers: the number of splits of the keys.
+    static int attention(Context& ctx, const AttentionArgs& p, int D);
+    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
+    // dh and dB of an adapter, see lora_up_backward.
+    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
+    // Scratch of forwards of up to `rows` rows.
+    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
+    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, `spoken_for`
+    // not counted.
+    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
+                                                     size_t share = 2, size_t spoken_for = 0);
+    static constexpr bool HERE = true; // gpu/ is part of this build
+};
+#endif
+
+#if COMPILED(PART_TEXT)
+// ---- Memory of a GPU (base/arena.h, model/context.h)
+void* gpu_allocate(size_t bytes, const char* what) {
+    size_t have = 0, all = 0;
+    void* base = nullptr;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
+        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
+            (double)have / 1e9, (double)all / 1e9);
+    CUDA_CHECK(cudaMemset(base, 0, bytes));
+    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
+    return base;
+}
+void gpu_release(void* p) { cudaFree(p); }
+void* gpu_host_allocate(size_t bytes) {
+    void* base = nullptr;
+    CUDA_CHECK(cudaMallocHost(&base, bytes));
+    return base;
+}
+void gpu_host_release(void* p) { cudaFreeHost(p); }
+void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
+    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
+    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));     // before this returns)
+}
+void gpu_clear(Context& ctx, void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream)); }
+size_t gpu_free_memory() {
+    size_t have = 0, all = 0;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    return have;
+}
+size_t gpu_all_memory() {
+    size_t have = 0, all = 0;
+    CUDA_CHECK(cudaMemGetInfo(&have, &all));
+    return all;
+}
+
+// ---- Devices and streams (model/device.h)
+#ifdef HAVE_WGMMA
+__device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
+#else
+__device__ int has_wgmma = 0;
+#endif
+
+Context open_gpu(int device) {
+    int n = 0, driver = 0, runtime = 0;
+    const cudaError_t e = cudaGetDeviceCount(&n);
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
+    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
+        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10,
+            runtime / 1000, runtime % 100 / 10);
+    if (e != cudaSuccess || n == 0)
+        DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
+    if (device >= n) DIE("no GPU %d here: there %s", device, n == 1 ? "is one" : format("are %d", n).c_str());
+    CUDA_CHECK(cudaSetDevice(device)); // of this thread
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+    Context ctx;
+    ctx.gpu = std::make_shared<Gpu>();
+    ctx.gpu->sm = properties.major * 10 + properties.minor;
+    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
+    ctx.gpu->sms = properties.multiProcessorCount;
+    ctx.gpu->overlap = ctx.gpu->sm >= 90;
+    int wgmma = 0;
+    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
+    ctx.gpu->hopper = wgmma && Optional::HERE;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
+    return ctx;
+}
+
+void check_gpu(const std::string& name, const Config& c, bool logits) {
+    const char* n = name.c_str();
+    if (c.D != 64 && c.D != 128)
+        DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
+    if (c.H / c.K > 128)
+        DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
+    if (c.C % 8 || c.F % 8 || (c.V % 8 && logits))
+        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
+            "(--device cpu)", n, c.C, c.F, c.V);
+}
+
+std::string gpu_name(int device) {
+    cudaDeviceProp properties;
+    return cudaGetDeviceProperties(&properties, device) == cudaSuccess ? properties.name : "";
+}
+void gpu_use(int device) { CUDA_CHECK(cudaSetDevice(device)); }
+void gpu_synchronize(const Context& ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); }
+
+Context with_own_stream(const Context& ctx) {
+    Context own = ctx;
+    cudaStream_t stream;
+    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    own.gpu = std::shared_ptr<Gpu>(new Gpu(*ctx.gpu), [stream](Gpu* gpu) { cudaStreamDestroy(stream), delete gpu; });
+    own.gpu->stream = stream;
+    return own;
+}
+Context with_own_scratch(const Context& ctx) {
+    Context own = ctx;
+    own.gpu = std::make_shared<Gpu>(*ctx.gpu);
+    return own;
+}
+#endif
+
 // ==================================================================================================== 9 Small kernels
-// In Book I's order (the backward pass's: gpu/backward). Each reads and writes its arrays once, so memory bounds them.
+// In Book I's order (the backward pass's: section 13). Each reads and writes its arrays once, so memory bounds them.
 // "A block a token" means: block n computes row n, its threads share the channels.
 
-#ifdef QWEN3_LIBRARY // kernels and launchers are compiled once
-// ---- embed. A block a token.
+#if COMPILED(PART_TEXT)
+// ---- embed. A block a token, 128 threads, a thread every 128th channel. Bound by reading the rows of the table.
 __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     let_next_start();
     wait_for_previous();
@@ -1620,37 +1698,11 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
     for (int i = threadIdx.x; i < C; i += blockDim.x) x[(size_t)n * C + i] = to_acc(row[i]);
 }
 void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
-    if (table.format != Format::PLAIN) return packed_embed_gpu(ctx, x, table, b);
+    if (Optional::embed(ctx, x, table, b)) return;
     // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
 #endif
-
-// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), see model/fp8_activations.h.
-struct E4M3Rows {
-    uint8_t* q = nullptr;
-    float* scale = nullptr;
-    int pitch = 0;
-};
-// `largest`: the bits of a group's largest number, without sign; from 0x7f80 on it is not finite.
-struct GroupRounding {
-    float by, factor;
-    __device__ explicit GroupRounding(uint32_t largest) {
-        const bool finite = largest < 0x7f80;
-        const int e = kv_exponent(finite ? low(largest) : 0);
-        by = __uint_as_float((uint32_t)(127 - e) << 23);
-        factor = finite ? __uint_as_float((uint32_t)(127 + e) << 23) : NAN;
-    }
-    __device__ uint32_t two(uint32_t pair) const { return pack_e4m3(low(pair) * by, high(pair) * by); }
-};
-__device__ __forceinline__ uint32_t larger(uint32_t largest, uint32_t pair) {
-    return max(largest, max(pair & 0x7fff, pair >> 16 & 0x7fff));
-}
-template <int LANES> __device__ __forceinline__ uint32_t largest_of(uint32_t largest) { // neighbours, for all of them
-    #pragma unroll
-    for (int other = LANES / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-    return largest;
-}
 
 // ---- rmsnorm of `rows` rows of C, by all warps of a block. put(row, i, four) gets numbers i .. i + 3 of a row, from
 // whole warps, which have 128 neighbours: a group; i may be past the end.
@@ -1701,31 +1753,15 @@ struct PlainRows { // C numbers, ld apart; also in shared memory
         if (i < C) *(uint2*)(y + (size_t)row * ld + i) = four;
     }
 };
-struct RoundedRow { // token n
-    E4M3Rows to;
-    int n, C;
-    __device__ void operator()(int, int i, uint2 four) const {
-        const GroupRounding rounding(largest_of<32>(larger(larger(0, four.x), four.y)));
-        if (i >= C) return;
-        *(uint32_t*)(to.q + (size_t)n * C + i) = rounding.two(four.x) | rounding.two(four.y) << 16;
-        if (threadIdx.x % 32 == 0) to.scale[(size_t)(i / 128) * to.pitch + n] = rounding.factor;
-    }
-};
-#ifdef QWEN3_LIBRARY
-// A block a token.
+#if COMPILED(PART_TEXT)
+// rmsnorm of few tokens. A block a token, 256 to 1,024 threads; a warp owns every so many pieces of 128 channels.
+// Shared memory: the squares of the pieces, C / 128 floats. Bound by memory latency.
 __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
     extern __shared__ float pieces[];
     let_next_start();
     wait_for_previous();
     const size_t at = (size_t)blockIdx.x * C;
     norm_rows(PlainRows{out + at, C, C}, x + at, w, pieces, 1, C, eps);
-}
-__global__ void rmsnorm_rounded_kernel(E4M3Rows out, const float* x, const bf16* w, int C, float eps) {
-    extern __shared__ float pieces[];
-    let_next_start();
-    wait_for_previous();
-    const int n = blockIdx.x;
-    norm_rows(RoundedRow{out, n, C}, x + (size_t)n * C, w, pieces, 1, C, eps);
 }
 #endif
 // The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
@@ -1760,9 +1796,10 @@ __device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* 
     for (int p = 0; p < KEPT; p++) store(p, kept[p]);
     for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
 }
+inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
 inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
-void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps);
-#ifdef QWEN3_LIBRARY
+#if COMPILED(PART_TEXT)
+// rmsnorm of many tokens. Eight tokens a block, a warp a token; no shared memory. Bound by memory bandwidth.
 __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const float* x, const bf16* w, int N, int C,
                                                            float eps) {
     let_next_start();
@@ -1770,19 +1807,134 @@ __global__ void __launch_bounds__(256) rmsnorm_warp_kernel(bf16* out, const floa
     const int n = blockIdx.x * 8 + threadIdx.x / 32;
     if (n < N) norm_row(out + (size_t)n * C, x + (size_t)n * C, w, C, eps, [] {});
 }
-static int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
 void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps) {
     if (norms_by_warps(ctx, N))
         return launch(ctx, rmsnorm_warp_kernel, (N + 7) / 8, 256, 0, out, x, w, N, C, eps);
     launch(ctx, rmsnorm_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
 }
-void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps) {
-    launch(ctx, rmsnorm_rounded_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
-}
 #endif
 
-#include "gpu/norm_rope.h" // ---- qknorm_rope_kv
-#ifdef QWEN3_LIBRARY
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+// ---- qknorm_rope_kv. A head of D numbers in a warp: lane l holds P = D / 64 pairs of its planes, u = head[i] and v =
+// head[i + D/2] for i = P l .. P l + P - 1.
+template <int P> struct WarpAngles { // of those planes
+    struct alignas(8 * P) Stored { float x[2 * P]; } both;
+    __device__ explicit WarpAngles(const float* angles) : both(((const Stored*)angles)[threadIdx.x % 32]) {}
+    __device__ float cosine(int p) const { return both.x[2 * p]; }
+    __device__ float sine(int p) const { return both.x[2 * p + 1]; }
+};
+template <int D> struct WarpHead {
+    static constexpr int P = D / 64;
+    float u[P], v[P];
+
+    struct alignas(2 * P) Stored { bf16 x[P]; }; // (what a lane has lies together: one access)
+    __device__ void load(const bf16* head) {
+        const Stored a = ((const Stored*)head)[threadIdx.x % 32], b = ((const Stored*)head)[threadIdx.x % 32 + 32];
+        for (int p = 0; p < P; p++) u[p] = to_acc(a.x[p]), v[p] = to_acc(b.x[p]);
+    }
+    __device__ void store(bf16* head) const {
+        Stored a, b;
+        for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
+        ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
+    }
+    // `weights` have been loaded as a head is.
+    __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
+        float squares = 0;
+        for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
+        const float scale = 1 / sqrtf(warp_sum(squares) / D + eps);
+        for (int p = 0; p < P; p++) {
+            const float a = u[p] * scale * weights.u[p], b = v[p] * scale * weights.v[p];
+            u[p] = a * angle.cosine(p) - b * angle.sine(p), v[p] = b * angle.cosine(p) + a * angle.sine(p);
+        }
+    }
+};
+
+// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, moved to bf16's places, are the number times
+// 2^-120, subnormals too. Two of `word`: `bytes` names theirs, as __byte_perm wants it. And eight neighbours.
+__device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
+    const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
+    return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
+}
+__device__ inline uint4 widen_e4m3(const uint2& v) {
+    return {widen_e4m3(v.x, 0x1404), widen_e4m3(v.x, 0x3424), widen_e4m3(v.y, 0x1404), widen_e4m3(v.y, 0x3424)};
+}
+// The rows of a page and head in a layer's FP8 cache (KVRow).
+template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
+    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
+}
+// A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
+template <int D> struct WarpFp8Head {
+    static constexpr int P = D / 64;
+    uint8_t u[P], v[P], byte;
+    __device__ explicit WarpFp8Head(const WarpHead<D>& head) {
+        float largest = 0;
+        bool finite = true;
+        const auto look = [&](float x) {
+            x = fabsf(to_acc(round_bf16(x)));
+            finite &= x < INFINITY, largest = fmaxf(largest, x);
+        };
+        for (int p = 0; p < P; p++) look(head.u[p]), look(head.v[p]);
+        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+        finite = __all_sync(~0u, finite);
+        const int e = kv_exponent(finite ? largest : 0);
+        const auto round = [&](float x) { return float_to_e4m3(ldexpf(to_acc(round_bf16(x)), -e)); };
+        for (int p = 0; p < P; p++) u[p] = round(head.u[p]), v[p] = round(head.v[p]);
+        byte = (uint8_t)(finite ? e + 128 : 0);
+    }
+    __device__ void store(uint8_t* row, uint8_t* exponent) const {
+        for (int p = 0; p < P; p++) {
+            const int i = threadIdx.x % 32 * P + p;
+            row[i] = u[p], row[i + D / 2] = v[p];
+        }
+        if (threadIdx.x % 32 == 0) *exponent = byte;
+    }
+    __device__ void store(bf16* cache, int slot, int head, int K) const {
+        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
+        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
+    }
+};
+// 2^(e - 128), of which 0 says that the row is NaN
+__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
+
+// Of q, k and v, from row `first` on. Blocks of 8 warps, a warp two heads of a token: four loads are under way before
+// it is known whether the row is spare (one wait instead of two; of spare rows nothing is stored). Bound by the
+// memory's speed.
+template <int D, bool FP8>
+__global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
+                                      const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
+                                      float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, heads = H + 2 * K, twos = (heads + 1) / 2;
+    const int n = first + task / twos, h0 = task % twos * 2;
+    if (n >= b.N) return;
+    const int slot = b.slot[n], pos = b.pos[n];
+    const bool spare = b.seq[n] < 0;
+    WarpHead<D> head[2], weights[2];
+    GPU_UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int h = min(h0 + i, heads - 1);
+        head[i].load(qkv + ((size_t)n * heads + h) * D);
+        weights[i].load(h < H ? q_weight : k_weight);
+    }
+    const WarpAngles<D / 64> angle(rope + (size_t)(spare ? 0 : pos) * D);
+    GPU_UNROLL
+    for (int i = 0; i < 2; i++) {
+        const int h = h0 + i;
+        if (h < H + K) head[i].norm_rope(weights[i], angle, eps);
+        if (spare || h >= heads) return;
+        const size_t at = h < H ? 0 : kv_offset(slot / PAGE, (h - H) % K, slot % PAGE, K, D);
+        if (FP8 && h >= H) {
+            WarpFp8Head<D>(head[i]).store(h < H + K ? keys : values, slot, (h - H) % K, K);
+            continue;
+        }
+        head[i].store(h < H ? q + ((size_t)n * H + h) * D : h < H + K ? keys + at : values + at);
+    }
+}
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
+#if COMPILED(PART_TEXT)
 void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                         const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
                         int first) {
@@ -1792,7 +1944,8 @@ void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const b
     launch(ctx, kernel, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
 }
 
-// ---- head's first half: the rows that are wanted, one after another. A block a row.
+// ---- head's first half: the chosen rows, one after another. A block of 256 threads a row, a thread every 256th
+// number. Bound by launching.
 __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, int C) {
     let_next_start();
     wait_for_previous();
@@ -1803,11 +1956,3594 @@ __global__ void pick_rows_kernel(bf16* picked, const bf16* x, const int* rows, i
 void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C) {
     launch(ctx, pick_rows_kernel, R, 256, 0, picked, x, rows, C);
 }
-#endif // QWEN3_LIBRARY
+#endif
+
+// ========================================================================================================= 10 Products
+// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
+// The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
+// backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
+// Three kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and for
+// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel (gpu/products/hopper.h). The kernel's
+// epilogue says where a sum goes.
+
+// ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
+// it. Here are the defaults. An epilogue for stream_kernel adds `one`, one for tile_kernel and hopper_kernel `four`:
+//
+//   one(inside, n, r, y, second)   Sum y of token n and row r, from one thread. Whole warps call it, eight neighbouring
+//                                  lanes for the same n and rows 8 q .. 8 q + 7, so that they can shuffle; `inside`
+//                                  is false where n or r is past the end.
+//   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
+//
+// Four sums become up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k, and these
+// four belong at output(k). So hopper_kernel can write whole boxes of them in the background. `second` is with PAIR the
+// sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+template <class T> struct Output {
+    T* at; // or null: not wanted
+    size_t ld;
+    __device__ T* of(int n, int r) const { return at + n * ld + r; }
+};
+struct Epilogue {
+    static constexpr int OUTPUTS = 0;            // `four` is of `values`; a new `four` needs 0
+    using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
+    static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
+    static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
+    static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
+    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
+    static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
+    static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
+    static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
+
+    // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
+    __device__ void begin() {}
+    // stream_kernel: all threads, once, after their last `one` (there is no barrier between).
+    __device__ void end(int /* N */) {}
+    // With ADDS, the number, or the four, that will be `second`. Asked for before the sums are complete, by the thread
+    // that will hand them over; n and r are not past the end.
+    __device__ float old(int /* n */, int /* r */) const { return 0; }
+    __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
+    // With MASKS: each `rank` of the further columns are a module's, whose sums are multiplied by `scale` where `masks`
+    // keeps them (r being its number), else left out. The columns come after all others then (TileArgs::more_last).
+    static constexpr DropoutMasks masks = {nullptr, 0, 0};
+    static constexpr int rank = 0;
+    static constexpr float scale = 1;
+    // With PARTS `four` gets w = e^(y - from(n)) of the sums y of token n; part() of rows 64 piece .. 64 piece + 63 the
+    // largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is called once,
+    // with the sum of row chosen_row(n).
+    __device__ float from(int /* n */) const { return 0; }
+    __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
+    __device__ int chosen_row(int /* n */) const { return -1; }
+    __device__ void chosen(int /* n */, float /* y */) {}
+    // tile_kernel, hopper_kernel: all threads, first. If true the kernel does nothing.
+    __device__ bool skipped() const { return false; }
+};
+
+template <class Epilogue> // an epilogue's `four`, of `values`
+__device__ __forceinline__ void put_values(Epilogue& epilogue, int n, int r, const float4& y, const float4& second) {
+    epilogue.values(y, second, [&](int k, const float4& v) {
+        const auto to = epilogue.output(k);
+        if (to.at) store_four(to.of(n, r), v);
+    });
+}
+
+template <class T> struct StoreEpilogue : Epilogue { // linear: out = y; in float the head's logits
+    T* out; // (N, ld)
+    size_t ld;
+    static constexpr int OUTPUTS = std::is_same_v<T, bf16>;
+    static constexpr bool ADAPTS = std::is_same_v<T, bf16>;
+    StoreEpilogue(T* out, size_t ld) : out(out), ld(ld) {}
+    BOTH Output<T> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
+    __device__ void one(bool inside, int n, int r, float y, float) { if (inside) store_one(out + n * ld + r, y); }
+    __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + n * ld + r, y); }
+};
+
+struct AddEpilogue : Epilogue { // linear_add: out = residual + y; linear_backward_weight: dW += y
+    static constexpr bool ADDS = true;
+    float* out;            // (N, ld)
+    const float* residual; // (N, ld), may be out
+    size_t ld;
+    AddEpilogue(float* out, const float* residual, size_t ld) : out(out), residual(residual), ld(ld) {}
+    __device__ float old(int n, int r) const { return residual[n * ld + r]; }
+    __device__ float4 old_four(int n, int r) const { return *(const float4*)(residual + n * ld + r); }
+    __device__ void one(bool inside, int n, int r, float y, float old) { if (inside) out[n * ld + r] = old + y; }
+    static constexpr int OUTPUTS = 1;
+    using Four = float4;
+    BOTH Output<float> output(int) const { return {out, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4& old, Put put) {
+        put(0, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+    }
+    __device__ void four(int n, int r, const float4& y, const float4& old) { put_values(*this, n, r, y, old); }
+};
+
+// gate and up are rounded as Book I rounds them when it stores them.
+__device__ inline float swiglu(float gate, float up) {
+    const float g = to_acc(round_bf16(gate));
+    return __fdividef(g, 1 + exp2_fast(-LOG2E * g)) * to_acc(round_bf16(up)); // (an exact division is a call)
+}
+struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
+    static constexpr int OUTPUTS = 3;
+    static constexpr bool PAIR = true;
+    bf16* out;     // (N,F)
+    bf16* gate_up; // (N,2F) for the backward pass, or null
+    size_t F;
+    SwigluEpilogue(bf16* out, bf16* gate_up, size_t F) : out(out), gate_up(gate_up), F(F) {}
+    __device__ void one(bool inside, int n, int f, float gate, float up) {
+        if (!inside) return;
+        out[n * F + f] = round_bf16(swiglu(gate, up));
+        if (gate_up) gate_up[n * 2 * F + f] = round_bf16(gate), gate_up[(n * 2 + 1) * F + f] = round_bf16(up);
+    }
+    BOTH Output<bf16> output(int k) const {
+        if (k == 0) return {out, F};
+        return {gate_up && k == 2 ? gate_up + F : gate_up, 2 * F};
+    }
+    template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
+        put(0, make_float4(swiglu(g.x, u.x), swiglu(g.y, u.y), swiglu(g.z, u.z), swiglu(g.w, u.w)));
+        put(1, g), put(2, u);
+    }
+    __device__ void four(int n, int f, const float4& g, const float4& u) { put_values(*this, n, f, g, u); }
+};
+// Epilogue E of up to 16 tokens where W has an adapter, whose h has been computed: s B h is added to each sum before
+// anything is rounded. A thread has an output and all of its row of B: bound by latency.
+inline constexpr int MOST_BESIDE = 192; // columns of B: rank 64 of q, k, v; as far as it was measured faster than tiles
+template <class E> struct BesideAdapter : E {
+    const bf16 *B, *h; // s B (out or, with PAIR, 2 out, width), (N, width)
+    int width, out;
+    BesideAdapter(const E& epilogue, const Linear<bf16>& W)
+        : E(epilogue), B(W.adapter.B), h(W.adapter.h), width((int)W.adapter.width()), out(W.rows[0]) {}
+    __device__ float more(int n, int r) const {
+        float sum = 0;
+        for (int c = 0; c < width; c += 8) { // (ranks are multiples of 8)
+            const uint4 u = *(const uint4*)(B + (size_t)r * width + c), v = *(const uint4*)(h + (size_t)n * width + c);
+            const uint32_t b[4] = {u.x, u.y, u.z, u.w}, x[4] = {v.x, v.y, v.z, v.w};
+            #pragma unroll
+            for (int i = 0; i < 4; i++) sum = fmaf(high(b[i]), high(x[i]), fmaf(low(b[i]), low(x[i]), sum));
+        }
+        return sum;
+    }
+    __device__ void one(bool inside, int n, int r, float y, float second) {
+        if (inside) y += more(n, r);
+        if (inside && E::PAIR) second += more(n, out + r);
+        E::one(inside, n, r, y, second);
+    }
+};
+
+// ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
+// Grid: as many blocks as are resident at once, each of 4 to 12 warps. A block takes groups of TILES x 8 rows of W in
+// turn (PAIR: 8 of gate and 8 of up), all of its warps together: `in` is cut into steps of 32, and a warp has p.steps
+// of them. Lane 4 g + t reads row g of each tile, numbers 8 t .. 8 t + 7 of each step, in one load of 16 bytes.
+// In halves these are two b operands of mma, if the a operands hold the same numbers of the tokens (mma_32): a sum does
+// not ask in which order `in` is numbered, as long as both operands agree. So nothing is moved or converted between
+// memory and tensor core. M: the a operand has room for 8 M tokens; fewer cost as much.
+// Afterwards the warps' sums are added in shared memory, one (token, row) a thread, which calls the epilogue.
+// Shared memory: two sets of (warps, TILES, 8 M, 8) sums, used in turn, so that one barrier a group is enough; with
+// NORM what norm_rows needs, and its output (N, in + 8), whose rows begin in different banks.
+// Bound by the memory's speed: each weight is read once, and all of a group's first STREAM_LOADS loads are on their way
+// before any is waited for; those of the next group before the sums of this one are added.
+// A sum's order depends on `in` only: a row of tokens has the same bits whatever N and M are.
+inline constexpr int STREAM_TOKENS = 16, NORM_TOKENS = 4, STREAM_LOADS = 8;
+
+struct StreamArgs {
+    const bf16* x;       // (., in)
+    const int* rows;     // (N) rows of x, or null: the first N
+    const float* stream; // (N,in) with NORM
+    const bf16* norm;    // (in)
+    float eps;
+    const bf16* W;       // (out,in), with PAIR (2 out, in)
+    int N, in, out;
+    int steps = 0;       // of 32 numbers of `in`, a warp: set by launch_stream
+};
+
+// A lane's part of a group's rows: LOADS steps.
+template <int TILES, bool PAIR> struct StreamWeights {
+    static constexpr int LOADS = STREAM_LOADS / TILES, ROWS = PAIR ? 8 : 8 * TILES;
+    uint4 w[LOADS][TILES];
+    // Loads LOADS steps from `step` on; zeros from step `last` on.
+    __device__ __forceinline__ void load(const StreamArgs& p, int group, int step, int last) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int row = min(group * ROWS + (PAIR ? 0 : tile * 8) + g, p.out - 1);
+            const int r = PAIR ? row + tile * p.out : row;
+            const bf16* at = p.W + (size_t)r * p.in + step * 32 + 8 * t;
+            #pragma unroll
+            for (int i = 0; i < LOADS; i++)
+                w[i][tile] = load_stream(at + i * 32, step + i < last && (step + i) * 32 + 8 * t < p.in);
+        }
+    }
+    // sum += W x^T for these steps; token[m]: this lane's rows of x.
+    template <int M>
+    __device__ __forceinline__ void multiply(float (&sum)[TILES][4], const bf16* const (&token)[M], int in,
+                                             int step) const {
+        #pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            const int k = min((step + i) * 32 + 8 * (int)(threadIdx.x % 4), in - 8); // past the end w is zero
+            uint4 a[2] = {};
+            #pragma unroll
+            for (int m = 0; m < M; m++) a[m] = *(const uint4*)(token[m] + k);
+            #pragma unroll
+            for (int tile = 0; tile < TILES; tile++) mma_32(sum[tile], a[0], a[1], w[i][tile]);
+        }
+    }
+};
+
+// Shared memory of stream_kernel behind its sums, with NORM.
+BOTH inline int stream_norm_pieces(int N, int in) { return (N * ((in + 127) / 128) + 3) / 4 * 4; } // floats
+inline constexpr int STREAM_NORM_PAD = 8; // numbers between two rows
+
+// linear, linear_add, norm_linear, norm_linear_swiglu and head of few tokens: see above.
+template <int TILES, int M, bool NORM, class Epilogue>
+__global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
+    constexpr int SUMS = TILES * M * 64; // (tile, token, row)
+    extern __shared__ float shared[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    const int first = warp * p.steps, last = min((p.in + 31) / 32, first + p.steps);
+    StreamWeights<TILES, Epilogue::PAIR> weights;
+    constexpr int ROWS = weights.ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS;
+    int group = blockIdx.x;
+    // Weights may be read before the previous kernels have ended: no kernel of a forward writes them, and the first
+    // one, embed, starts only when all that was launched before it has ended (AdamW in training).
+    weights.load(p, group, first, last);
+    let_next_start();
+    wait_for_previous();
+    epilogue.begin();
+    const bf16* x = p.x;
+    int ld = p.in;
+    if (NORM) {
+        float* pieces = shared + 2 * warps * SUMS;
+        bf16* normed = (bf16*)(pieces + stream_norm_pieces(p.N, p.in));
+        ld = p.in + STREAM_NORM_PAD;
+        norm_rows(PlainRows{normed, ld, p.in}, p.stream, p.norm, pieces, p.N, p.in, p.eps);
+        x = normed;
+    }
+    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last one it computes what nobody keeps
+    #pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int n = min(g + 8 * m, p.N - 1);
+        token[m] = x + (size_t)(!NORM && p.rows ? p.rows[n] : n) * ld;
+    }
+    float* sums = shared;
+    for (; group < groups; group += gridDim.x) {
+        // The first (token, row) that this thread will hand over. A set of sums is (tile, token, row of the tile).
+        const int o0 = threadIdx.x, n0 = o0 / 8 % (8 * M), r0 = group * ROWS + o0 / (64 * M) * 8 + o0 % 8;
+        [[maybe_unused]] float old = 0;
+        if constexpr (Epilogue::ADDS) old = o0 < SUMS && n0 < p.N && r0 < p.out ? epilogue.old(n0, r0) : 0;
+        float sum[TILES][4] = {};
+        for (int step = first; step < last; step += weights.LOADS) {
+            if (step > first) weights.load(p, group, step, last);
+            weights.multiply(sum, token, p.in, step);
+        }
+        if (group + (int)gridDim.x < groups) weights.load(p, group + gridDim.x, first, last);
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            #pragma unroll
+            for (int m = 0; m < M; m++) {
+                float* to = sums + warp * SUMS + ((tile * M + m) * 8 + g) * 8 + 2 * t;
+                *(float2*)to = make_float2(sum[tile][2 * m], sum[tile][2 * m + 1]);
+            }
+        __syncthreads();
+        for (int o = threadIdx.x; o < (Epilogue::PAIR ? SUMS / 2 : SUMS); o += blockDim.x) {
+            const int n = o / 8 % (8 * M), r = group * ROWS + o / (64 * M) * 8 + o % 8;
+            float y = 0, second = 0;
+            #pragma unroll 4
+            for (int v = 0; v < warps; v++) {
+                y += sums[v * SUMS + o];
+                if (Epilogue::PAIR) second += sums[v * SUMS + SUMS / 2 + o];
+            }
+            const bool inside = n < p.N && r < p.out;
+            if constexpr (Epilogue::ADDS) second = o == o0 ? old : inside ? epilogue.old(n, r) : 0;
+            epilogue.one(inside, n, r, y, second);
+        }
+        sums = sums == shared ? shared + warps * SUMS : shared;
+    }
+    epilogue.end(p.N);
+}
+
+template <int TILES, int M, bool NORM, class Epilogue>
+RowsDealt launch_stream(Context& ctx, StreamArgs p, Epilogue epilogue) {
+    constexpr int ROWS = StreamWeights<TILES, Epilogue::PAIR>::ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS, steps = (p.in + 31) / 32;
+    const int warps = std::min(12, std::max(4, steps * TILES / STREAM_LOADS));
+    p.steps = (steps + warps - 1) / warps;
+    const size_t normed = (size_t)p.N * (p.in + STREAM_NORM_PAD);
+    size_t shared = 2 * (size_t)warps * TILES * M * 64 * sizeof(float);
+    if (NORM) shared += stream_norm_pieces(p.N, p.in) * sizeof(float) + normed * sizeof(bf16);
+    const int resident = ctx.gpu->sms * (24 / warps); // at once: 80 registers a thread leave room for 24 warps
+    const int blocks = std::min({groups, resident, Epilogue::MOST_BLOCKS});
+    launch(ctx, stream_kernel<TILES, M, NORM, Epilogue>, blocks, warps * 32, shared, p, epilogue);
+    return {blocks, ROWS};
+}
+template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArgs& p, Epilogue epilogue) {
+    constexpr bool PAIR = Epilogue::PAIR;
+    if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
+    if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
+    const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; of two tiles it has as many loads
+    if (p.stream) {
+        if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
+    } else if (p.N <= 8) {
+        if (two) return launch_stream<2, 1, false>(ctx, p, epilogue);
+        if constexpr (!PAIR) return launch_stream<1, 1, false>(ctx, p, epilogue);
+    }
+    if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
+    if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
+    return {}; // (not reached: PAIR is always two)
+}
+
+// ---- Many tokens. Every product of more than 16 tokens and of the backward pass; of fewer those with dropout, with an
+// adapter of many columns, or with `invariant`.
+// Grid: (tiles, splits). A block owns a tile of the output: S::TOKENS tokens by S::ROWS rows of W (PAIR: half of them
+// of gate, half of up). It walks along `in` in stages of 64 numbers, which cp.async copies to a ring of S::STAGES
+// stages in shared memory while the tensor cores work on an earlier one. Bound by the tensor cores; by the memory if
+// there are few tokens.
+//
+// Layouts. A forward product has `in` along the rows of both operands: x is (N,in), W is (out,in). Of the backward
+// products dx = dy W has `in` down W's columns, W (in,out): W_COLS; and dW = dy^T x down both, x (in,N) also: X_COLS.
+// The tensor core takes such an operand transposed.
+//
+// A stage in shared memory. A row has the 128 bytes of a cache line. `in` along the rows: a row of the operand's 64
+// numbers each. `in` down the columns: 64 neighbouring columns at one i, 64 such rows to a panel, a panel for every 64
+// columns of the tile. A row's eight chunks of 16 bytes are swizzled: chunk c of row r lies in place c ^ r % 8. So
+// ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
+// same order.
+//
+// Ownership. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, in fragments of 16 tokens by eight rows of W, in
+// the layout of mma: lane 4 g + t holds sum[i][j][0 .. 3] of fragment (i, j): rows 2 t and 2 t + 1 of token g, then the
+// same rows of token g + 8. PAIR: the tile has 16 rows of gate and 16 rows of up in turn, so that a lane holds the same
+// columns of both, two fragments apart.
+//
+// An adapter's h and s B are further columns of x and W: `more` numbers of `in`, in stages of their own, which come
+// first, or last.
+//
+// Splits. If there are too few tiles to fill the GPU, `splits` blocks share a tile, each has a part of the stages, and
+// the last one to arrive adds their sums in order.
+inline constexpr int STAGE_IN = 64; // numbers of `in` in a stage
+
+template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_> struct TileShape {
+    static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_, SHARING = 1;
+    static constexpr int WARP_TOKENS = WARP_TOKENS_, WARP_ROWS = WARP_ROWS_;
+    static constexpr int THREADS = TOKENS / WARP_TOKENS * (ROWS / WARP_ROWS) * 32, CONSUMERS = THREADS;
+    static constexpr int X_BYTES = TOKENS * STAGE_IN * 2, STAGE_BYTES = X_BYTES + ROWS * STAGE_IN * 2; // x, then W
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
+    // Fragments of tokens and of rows that a warp has, and the first token and row of its part.
+    static constexpr int MF = WARP_TOKENS / 16, NF = WARP_ROWS / 8;
+    static constexpr int BAND = 8, UP = 2; // tiles of tokens to a band; from a fragment of gate to that of up
+    __device__ static int warp_token() { return threadIdx.x / 32 % (TOKENS / WARP_TOKENS) * WARP_TOKENS; }
+    __device__ static int warp_row() { return threadIdx.x / 32 / (TOKENS / WARP_TOKENS) * WARP_ROWS; }
+};
+// How many tiles it takes, or pairs of them.
+template <class S> int64_t count_tiles(int N, int rows) {
+    constexpr int TOKENS = S::TOKENS * S::SHARING;
+    return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
+}
+
+struct TileArgs {
+    const bf16 *x, *W;    // (N,in), X_COLS (in,N); (out,in), with PAIR (2 out, in), W_COLS (in,out)
+    int N, in, out;
+    const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more); (out,more), W_COLS (more,out). Not with X_COLS
+    int more = 0;
+    bool more_last = false;
+    int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
+    bool early = false;   // few blocks: those of the next kernel may come beside them from the start
+    int splits = 1;
+    // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
+    int stages = 0;
+    bool apart = false;
+    // Scales of e4m3 operands (see multiply_groups; two e4m3 then count as one number): W's for 128 rows by 128 columns
+    // (., groups), x's for 128 numbers of a token (groups, pitch). Scales past the end may be read.
+    const float *x_scale = nullptr, *W_scale = nullptr;
+    int pitch = 0;
+    float* partial = nullptr;
+    int* arrived = nullptr;
+};
+
+// Which tile and which of its steps (stages of `in`) a block has.
+template <class S, bool PAIR> struct TilePlace {
+    int n0, r0;                  // first token; first row, of gate and up together with PAIR
+    int first_more, past_more;   // steps over the adapter's columns
+    int first, last;             // this block's steps
+    // Tiles are numbered in bands of so many tiles of tokens: blocks that run at the same time share rows of both
+    // operands in the L2 cache.
+    __device__ __forceinline__ TilePlace(const TileArgs& p, int tile, int split) {
+        const int rows = PAIR ? 2 * p.out : p.out;
+        constexpr int TOKENS = S::TOKENS * S::SHARING;
+        const int across = (rows + S::ROWS - 1) / S::ROWS, down = (p.N + TOKENS - 1) / TOKENS;
+        if (down == 1) n0 = 0, r0 = tile * S::ROWS; // (a division takes as long as a copy from the L2 cache)
+        else {
+            const int band = tile / (S::BAND * across), in_band = tile % (S::BAND * across);
+            const int high = min(S::BAND, down - band * S::BAND);
+            n0 = (band * S::BAND + in_band % high) * TOKENS, r0 = in_band / high * S::ROWS;
+        }
+        if (S::SHARING > 1) n0 += blockIdx.x % 2 * S::TOKENS;
+        const int own = (p.in + STAGE_IN - 1) / STAGE_IN, steps = (p.more + STAGE_IN - 1) / STAGE_IN + own;
+        first_more = p.more_last ? own : 0, past_more = first_more + steps - own;
+        first = 0, last = steps;
+        if (p.splits > 1) first = steps * split / p.splits, last = steps * (split + 1) / p.splits;
+    }
+    // Whether a step is over the adapter's columns; the first number of `in`, or column, of it.
+    __device__ __forceinline__ bool more(int step) const { return step >= first_more && step < past_more; }
+    __device__ __forceinline__ int number(int step) const {
+        return (step < first_more ? step : step < past_more ? step - first_more : step - past_more + first_more) *
+               STAGE_IN;
+    }
+    // This lane's token in rows g + 8 h of fragment i.
+    __device__ __forceinline__ int token(int i, int h) const {
+        return n0 + S::warp_token() + i * 16 + h * 8 + threadIdx.x % 32 / 4;
+    }
+};
+
+// Where in an operand's stage a chunk of 16 bytes lies. With `in` along the rows there are eight chunks, one panel.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t stage, int row, int chunk) {
+    return stage + row * 128 + ((chunk ^ row % 8) << 4);
+}
+__device__ __forceinline__ uint32_t panel_address(uint32_t stage, int row, int chunk) {
+    return chunk_address(stage + chunk / 8 * (STAGE_IN * 128), row, chunk % 8);
+}
+
+// One thread's copies in a stage of an operand: `chunk` of COUNT rows, STEP rows apart, from `row` on.
+template <int ROWS, bool COLS, int THREADS> struct TileCopy {
+    static constexpr int CHUNKS = (COLS ? ROWS : STAGE_IN) / 8, ALL = COLS ? STAGE_IN : ROWS;
+    static constexpr int STEP = THREADS / CHUNKS, COUNT = ALL / STEP;
+    static_assert(STEP % 8 == 0 && COUNT * STEP == ALL && (!COLS || ROWS % 64 == 0), "every thread copies the same");
+    const int chunk = threadIdx.x % CHUNKS, row = threadIdx.x / CHUNKS;
+    const uint32_t offset = panel_address(0, row, chunk); // STEP is a multiple of 8: the same swizzle in every row
+};
+
+// Copies stages to shared memory. A chunk past the end of `in`, of the tokens or of the rows becomes zeros.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR> struct TileStages {
+    const TileArgs& p;
+    const TilePlace<S, PAIR>& at;
+    uint32_t shared;
+    TileCopy<S::TOKENS, X_COLS, S::THREADS> cx;
+    TileCopy<S::ROWS, W_COLS, S::THREADS> cw;
+
+    // The source of a step's copy: the adapter's columns or the operand's own, from number i of `in` numbers on.
+    struct Source {
+        const bf16* from;
+        int ld, in, i;
+    };
+    __device__ __forceinline__ Source source(int step, const bf16* own, int ld, const bf16* more, int more_ld) const {
+        const bool extra = at.more(step);
+        return {extra ? more : own, extra ? more_ld : ld, extra ? p.more : p.in, at.number(step)};
+    }
+    __device__ __forceinline__ uint32_t x_stage(int step) const { return shared + step % S::STAGES * S::STAGE_BYTES; }
+    __device__ __forceinline__ uint32_t w_stage(int step) const { return x_stage(step) + S::X_BYTES; }
+
+    // `in` down the columns: 64 rows, of which a thread copies one chunk of columns.
+    template <class Copy>
+    __device__ __forceinline__ void copy_columns(uint32_t stage, const Copy& c, const Source& s, bool wanted, int first,
+                                                 int end) const {
+        const uint32_t to = stage + c.offset;
+        const int i = s.i + c.row, column = first + c.chunk * 8;
+        const bf16* from = s.from + (size_t)i * s.ld + column;
+        #pragma unroll
+        for (int k = 0; k < c.COUNT; k++) {
+            const bool inside = wanted && i + k * c.STEP < s.in && column < end;
+            copy_async(to + k * c.STEP * 128, from + (size_t)k * c.STEP * s.ld, inside);
+        }
+    }
+    __device__ __forceinline__ void copy_x(int step) const {
+        if constexpr (X_COLS) {
+            copy_columns(x_stage(step), cx, {p.x, p.ldx, p.in, step * STAGE_IN}, step < at.last, at.n0, p.N);
+        } else {
+            const Source s = source(step, p.x, p.ldx, p.more_x, p.more);
+            const uint32_t to = x_stage(step) + cx.offset;
+            const int i = s.i + cx.chunk * 8, n = at.n0 + cx.row;
+            const bool inside = step < at.last && i < s.in;
+            const bf16* from = s.from + (size_t)n * s.ld + i;
+            #pragma unroll
+            for (int k = 0; k < cx.COUNT; k++)
+                copy_async(to + k * cx.STEP * 128, from + (size_t)k * cx.STEP * s.ld, inside && n + k * cx.STEP < p.N);
+        }
+    }
+    __device__ __forceinline__ void copy_w(int step) const {
+        const Source s = source(step, p.W, p.ldw, p.more_W, W_COLS ? p.out : p.more);
+        if constexpr (W_COLS) copy_columns(w_stage(step), cw, s, step < at.last, at.r0, p.out);
+        else {
+            const uint32_t to = w_stage(step) + cw.offset;
+            const int i = s.i + cw.chunk * 8;
+            const bool inside = step < at.last && i < s.in;
+            #pragma unroll
+            for (int k = 0; k < cw.COUNT; k++) {
+                const int row = cw.row + k * cw.STEP; // of the tile; r: of W, or of gate or up
+                const int r = PAIR ? at.r0 / 2 + row / 32 * 16 + row % 16 : at.r0 + row;
+                const bf16* from = s.from + i + (size_t)(PAIR && row / 16 % 2 ? p.out + r : r) * s.ld;
+                copy_async(to + k * cw.STEP * 128, from, inside && r < p.out);
+            }
+        }
+    }
+};
+
+// sum += x W^T for one stage, by mma.sync: operands go through registers, 16 numbers of `in` at a time.
+template <class S, bool X_COLS, bool W_COLS>
+__device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage) {
+    const int lane = threadIdx.x % 32, warp_token = S::warp_token(), warp_row = S::warp_row();
+    #pragma unroll
+    for (int k = 0; k < STAGE_IN / 16; k++) {
+        uint32_t a[S::MF][4], b[S::NF / 2][4];
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            const int token = warp_token + i * 16;
+            if constexpr (X_COLS) {
+                const int row = k * 16 + lane % 8 + lane / 16 * 8;
+                ldmatrix_transposed(a[i], panel_address(x_stage, row, token / 8 + lane / 8 % 2));
+            } else {
+                ldmatrix(a[i], chunk_address(x_stage, token + lane % 16, 2 * k + lane / 16));
+            }
+        }
+        #pragma unroll
+        for (int j = 0; j < S::NF / 2; j++) {
+            const int row = warp_row + j * 16;
+            if constexpr (W_COLS)
+                ldmatrix_transposed(b[j], panel_address(w_stage, k * 16 + lane % 16, row / 8 + lane / 16));
+            else
+                ldmatrix(b[j], chunk_address(w_stage, row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        }
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++)
+            #pragma unroll
+            for (int j = 0; j < S::NF; j++)
+                mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+    }
+}
+// The main loop: calls multiply(x, w) for the stages of steps from .. to - 1. The copies of the first STAGES - 1 stages
+// are under way.
+template <class S, bool X_COLS, bool W_COLS, bool PAIR, class Multiply>
+__device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to,
+                                           Multiply multiply) {
+    for (int step = from; step < to; step++) {
+        wait_for_copies<S::STAGES - 2>(); // this step's stage, as far as this thread copied it
+        __syncthreads(); // ... as all did; and all are done with the stage before it, whose place the next copies take
+        const int next = step + S::STAGES - 1;
+        if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
+        commit_copies();
+        multiply(stages.x_stage(step), stages.w_stage(step));
+    }
+}
+
+// Epilogue::MASKS: what each of up to three modules keeps of a warp's part of a tile. A quad of lanes shares out the
+// pairs of words (64 rows of a token) that all four need. They come from far, so they are asked for before the tile is
+// multiplied: where they are needed, the compiler asks for each just before its use, and waits.
+template <class S> struct KeptWords {
+    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
+    uint2 pairs[3][EACH];
+    template <class Place>
+    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
+        #pragma unroll
+        for (int module = 0; module < 3; module++)
+            #pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
+                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
+                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
+                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
+            }
+    }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
+        #pragma unroll
+        for (int k = 0; k < EACH; k++)
+            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
+    }
+    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
+    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
+        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
+        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
+        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
+    }
+};
+
+// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
+// at a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own
+// registers. x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight
+// code, and wgmma idles meanwhile: hence few instructions.)
+template <class S, class Epilogue>
+__device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
+                                                 int first, const KeptWords<S>& words, const TileArgs& p,
+                                                 const Epilogue& epilogue) {
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
+    const int last = min(STAGE_IN, p.more - first);
+    int end;
+    #pragma unroll 1
+    for (int begin = 0; begin < last; begin = end) {
+        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
+        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
+        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
+        uint2 pairs[KeptWords<S>::EACH];
+        words.pick(pairs, module);
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            uint32_t a[2][4];
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
+                                             window / 8 + 2 * k + lane / 16));
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int column = window + k * 16 + e / 2 * 8;
+                    if (column < begin || column >= end) a[k][e] = 0;
+                }
+            }
+            #pragma unroll
+            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
+                float part[4][4] = {};
+                uint32_t b[2][2][4];
+                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int two = 0; two < 2; two++) {
+                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
+                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
+                                                           ((chunk % 8 ^ lane % 8) << 4));
+                    }
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
+                            b[k][f / 2][f % 2 * 2 + 1]);
+                #pragma unroll
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
+                                               // anew for every sum)
+                    float& y = sum[i][j + e / 4][e % 4];
+                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
+                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    y = kept[e / 2 % 2] & bit ? more : y;
+                }
+            }
+        }
+    }
+}
+
+// The sums of the blocks that share a tile, in order, for the last one to arrive: true for that one. In `partial` they
+// lie as the threads hold them: (tile, split, fragment, thread, 4).
+template <int THREADS, int M, int N>
+__device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* partial, int* arrived, int tile, int split,
+                                              int splits) {
+    float4* part = (float4*)partial + (size_t)tile * splits * M * N * THREADS + threadIdx.x;
+    float4* mine = part + (size_t)split * M * N * THREADS;
+    #pragma unroll
+    for (int f = 0; f < M * N; f++) {
+        float(&v)[4] = sum[f / N][f % N];
+        mine[f * THREADS] = make_float4(v[0], v[1], v[2], v[3]);
+        v[0] = v[1] = v[2] = v[3] = 0;
+    }
+    if (!last_to_arrive<THREADS>(arrived + tile, splits)) return false;
+    #pragma unroll 1
+    for (int s = 0; s < splits; s++, part += M * N * THREADS)
+        #pragma unroll
+        for (int f = 0; f < M * N; f++) {
+            const float4 other = __ldcg(part + f * THREADS);
+            float(&v)[4] = sum[f / N][f % N];
+            v[0] += other.x, v[1] += other.y, v[2] += other.z, v[3] += other.w;
+        }
+    return true;
+}
+
+// With PARTS, what a lane of a quad, which has whole pieces of 64 rows, makes of its sums of token n, fragment after
+// fragment; `first` is the first row of the warp's part.
+struct WeightSums {
+    int n, first, chosen;
+    float from, right = 0, largest = -1e30f, part = 0;
+    template <class Epilogue>
+    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
+        n = n_, first = first_;
+        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
+        from = n < N ? epilogue.from(n) * LOG2E : 0;
+    }
+    // Four weights, two of fragment j and two of j + 1.
+    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
+        float w[4];
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (j + e / 2) * 8;
+            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
+            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+            right = chosen == row + e % 2 ? y : right;
+        }
+        return make_float4(w[0], w[1], w[2], w[3]);
+    }
+    // The eight fragments from j0 on.
+    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
+        largest = quad_max(largest), part = quad_sum(part);
+        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
+            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+        largest = -1e30f, part = 0;
+    }
+    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
+        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    }
+};
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue) {
+    WeightSums weights;
+    weights.begin(n, first, N, epilogue);
+    #pragma unroll
+    for (int j = 0; j < S::NF; j += 2) {
+        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
+        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+        if (n < N && r < out) epilogue.four(n, r, y, {});
+        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
+    }
+    weights.end(S::NF, epilogue);
+}
+// Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                           Epilogue& epilogue) {
+    if constexpr (Epilogue::PARTS) return finish_weights<S>(sum, h, n, first, N, out, epilogue);
+    constexpr int EACH = Epilogue::PAIR ? 4 : 2; // fragments that give a lane four columns, of gate and up with PAIR
+    constexpr int FOURS = S::NF / EACH;
+    const int t = threadIdx.x % 4;
+    const auto row = [&](int i) { return (Epilogue::PAIR ? first / 2 : first) + i * 16 + t / 2 * 4 + t % 2 * 8; };
+    constexpr int AHEAD = Epilogue::ADDS && FOURS > 8 ? FOURS / 2 : FOURS; // asked for before the first is waited for
+    #pragma unroll
+    for (int i0 = 0; i0 < FOURS; i0 += AHEAD) {
+        [[maybe_unused]] float4 old[Epilogue::ADDS ? AHEAD : 1];
+        if constexpr (Epilogue::ADDS)
+            #pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                old[i] = n < N && row(i0 + i) < out ? epilogue.old_four(n, row(i0 + i)) : float4{};
+        #pragma unroll
+        for (int i = i0; i < i0 + AHEAD; i++) {
+            const bool inside = n < N && row(i) < out;
+            const int j = Epilogue::PAIR && S::UP == 2 ? 4 * i : 2 * i;
+            float4 y = four_columns(sum[j], sum[j + 1], h), second = {};
+            if constexpr (Epilogue::PAIR) second = four_columns(sum[j + S::UP], sum[j + S::UP + 1], h);
+            if constexpr (Epilogue::ADDS) second = old[i - i0];
+            if (inside) epilogue.four(n, row(i), y, second);
+        }
+    }
+}
+
+// linear, linear_add, norm_linear_swiglu, head of many tokens, and the products of the backward ops: see above.
+template <class S, bool X_COLS, bool W_COLS, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogue epilogue) {
+    static_assert(!Epilogue::PAIR || !W_COLS, "gate and up are rows");
+    static_assert(!Epilogue::PARTS || S::NF % 8 == 0, "a quad of lanes has whole pieces of 64");
+    extern __shared__ __align__(128) uint4 memory[]; // no row straddles two lines of 128 bytes
+    if (epilogue.skipped()) return;
+    const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, blockIdx.y);
+    const TileStages<S, X_COLS, W_COLS, Epilogue::PAIR> stages = {p, at, shared_address(memory), {}, {}};
+
+    // The first stages. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W
+    // may be an activation (dW = dy^T x), which may not.
+    if (!W_COLS)
+        for (int s = 0; s < S::STAGES - 1; s++) stages.copy_w(at.first + s);
+    if (p.early) let_next_start();
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++) {
+        if (W_COLS) stages.copy_w(at.first + s);
+        stages.copy_x(at.first + s);
+        commit_copies(); // (the first of these groups has all of the weights above)
+    }
+    float sum[S::MF][S::NF][4] = {};
+    const auto multiply = [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); };
+    if constexpr (Epilogue::MASKS) {
+        const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
+        walk_steps(stages, at.first, min(at.last, at.first_more), multiply);
+        int step = max(at.first, at.first_more);
+        walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
+            add_masked_stage<S>(sum, x, w, at.number(step++), words, p, epilogue);
+        });
+    } else walk_steps(stages, at.first, at.last, multiply);
+    wait_for_copies<0>();
+    if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
+
+    if (p.splits > 1 && !reduce_splits<S::THREADS>(sum, p.partial, p.arrived, blockIdx.x, blockIdx.y, p.splits)) return;
+    const int first = at.r0 + S::warp_row();
+    #pragma unroll
+    for (int i = 0; i < S::MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = at.token(i, h);
+            finish_row<S>(sum[i], h, n, first, p.N, p.out, epilogue);
+        }
+}
+
+// Whether the scratch has room for the sums of so many splits.
+template <class S> bool splits_fit(int64_t tiles, int splits) {
+    return tiles <= MAX_TILES && tiles * splits * S::TOKENS * S::ROWS * 4 <= (int64_t)PARTIAL_BYTES;
+}
+
+// A product that is to be launched in tiles: what it left open is filled in. Its number of tiles.
+template <class S, bool X_COLS, bool W_COLS, class Epilogue> int plan_tiles(Context& ctx, TileArgs& p) {
+    const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
+    const int64_t tiles = count_tiles<S>(p.N, rows);
+    if (!p.ldx) p.ldx = X_COLS ? p.N : p.in;
+    if (!p.ldw) p.ldw = W_COLS ? p.out : p.in;
+    // A chunk of 16 bytes is inside or past the end as a whole.
+    bool eights = p.out % 8 == 0 && p.more % 8 == 0 && p.ldx % 8 == 0 && p.ldw % 8 == 0;
+    eights &= X_COLS ? p.N % 8 == 0 : p.in % 8 == 0;
+    if (!eights || p.N < 1 || p.in < 1 || p.out < 1)
+        DIE("a product of (%d,%d) and (%d,%d): the GPU's kernels take multiples of 8", p.N, p.in, p.out, p.in);
+    if (X_COLS && p.more) DIE("a product whose x lies in columns takes no further columns of an adapter");
+    if (tiles > INT_MAX) DIE("a product of %d tokens and %d rows has too many tiles", p.N, rows);
+    if (p.splits < 1 || (p.splits > 1 && !splits_fit<S>(tiles, p.splits)))
+        DIE("a product of %lld tiles in %d splits has more sums than there is scratch", (long long)tiles, p.splits);
+    p.partial = ctx.gpu->partial, p.arrived = ctx.gpu->arrived;
+    return (int)tiles;
+}
+template <class S, bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void launch_tiles(Context& ctx, TileArgs p, Epilogue epilogue) {
+    const int tiles = plan_tiles<S, X_COLS, W_COLS, Epilogue>(ctx, p);
+    const dim3 grid(tiles, p.splits);
+    launch(ctx, tile_kernel<S, X_COLS, W_COLS, Epilogue>, grid, S::THREADS, S::SHARED, p, epilogue);
+}
+
+// ---- The choice of a tile
+using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
+using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
+using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
+using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
+
+// The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
+// multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
+// sweep); what matters is their proportion. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
+// multiprocessor, and `full` if that has many.
+struct TilePlan {
+    int shape = 0, splits = 1;
+    double least = 1e30;
+    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
+        const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
+        for (int s = 1; s <= 12; s++) {
+            if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
+            const double blocks = (double)((tiles * s + ctx.gpu->sms - 1) / ctx.gpu->sms); // of the busiest
+            double time = 1 + std::max(alone, blocks * full) * in / 1024 / s;
+            if (s > 1) time += 0.85 + s * (0.22 + 0.93 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 5.5e6;
+            if (time < least) shape = index, splits = s, least = time;
+        }
+    }
+    // With X_COLS tiles of 32 tokens are not to be had; of many tokens they were never the best.
+    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
+        if (ctx.invariant) return;
+        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
+        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
+        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
+    }
+};
+template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
+void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
+    if (Optional::tiles<X_COLS, W_COLS>(ctx, p, epilogue)) return;
+    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
+    p.splits = plan.splits;
+    switch (plan.shape) {
+        case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
+        case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
+    }
+    DIE("no tile of shape %d for this product", plan.shape);
+}
+
+// ---- The adapters' own kernels. A's rows pass them in groups of 32, so that one pass over x serves up to three
+// modules (q, k, v; gate, up) of rank 32. What they need to know:
+struct LoraArgs {
+    const bf16* A; // (m * rank, in)
+    int N, in, rank, modules, module[3];
+    bool dropping;
+    float scale = 1; // 1 / (1 - p)
+    Dropout dropout = {};
+    PhiloxKeys keys = PhiloxKeys(0); // (as arguments they cost nothing; adding them up is a quarter of a mask's work)
+    DropoutMasks kept;
+    LoraArgs(const Linear<bf16>& W, int N)
+        : A(W.adapter.A), N(N), in(W.in), rank(W.adapter.rank), modules(W.adapter.modules),
+          dropping(W.adapter.dropout), kept{W.adapter.kept, (W.in + 63) / 64, N} {
+        if (in % 8 || rank % 8) DIE("an adapter of rank %d on %d columns: the GPU takes multiples of 8", rank, in);
+        for (int j = 0; j < 3; j++) module[j] = W.adapter.module[j];
+        if (!dropping) return;
+        if (!kept.words) DIE("dropout on a GPU needs room for what it keeps");
+        dropout = *W.adapter.dropout, keys = PhiloxKeys(dropout.seed), scale = 1 / (1 - dropout.p);
+    }
+    BOTH int width() const { return modules * rank; }
+    BOTH int each() const { return (rank + 31) / 32; } // groups of a module
+    BOTH int groups() const { return modules * each(); }
+    // (An index that is not constant would cost a copy of the array.)
+    __device__ int name(int j) const { return j == 0 ? module[0] : j == 1 ? module[1] : module[2]; }
+    __device__ int module_of(int group) const { return group / each(); }
+    __device__ int first_row(int group) const { return group % each() * 32; } // of its module's
+};
+
+// The top bits of four bytes, each eight times. `which`: in hexadecimal, from the last digit on, 8 + the number of a
+// byte of a (0 .. 3) or b (4 .. 7).
+__device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t which) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));
+    return y;
+}
+
+// Calls launch(std::integral_constant<int, G>()): G groups of 32 of an adapter's rows pass a block at once.
+template <class Launch> void in_groups(int groups, Launch launch) {
+    if (groups == 1) return launch(std::integral_constant<int, 1>());
+    if (groups == 2) return launch(std::integral_constant<int, 2>());
+    launch(std::integral_constant<int, 3>());
+}
+
+#if COMPILED(PART_LORA)
+// lora_down of few tokens, without dropout. Grid: (tokens / 32, groups), 8 warps. A block owns 32 tokens by 32 rows of
+// one module's A. Its warps take steps of 32 of `in` in turn; a lane reads its operands straight from memory, as in
+// stream_kernel: eight numbers each of four tokens and of four rows. The warps' sums are added in shared memory, four a
+// thread. Bound by the latency of the loads.
+__global__ void __launch_bounds__(256, 2) lora_down_few_kernel(bf16* h, const bf16* x, LoraArgs p) {
+    __shared__ float sums[8][32][32]; // (warp, token, row)
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * 32, j = p.module_of(blockIdx.y), r0 = p.first_row(blockIdx.y);
+    wait_for_previous();
+    float sum[4][2][4] = {};
+    for (int i = warp * 32 + 8 * t; i < (p.in + 31) / 32 * 32; i += 256) {
+        uint4 a[4], b[4];
+        #pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const int n = n0 + m * 8 + g;
+            a[m] = n < p.N && i < p.in ? *(const uint4*)(x + (size_t)n * p.in + i) : uint4{};
+        }
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int r = r0 + c * 8 + g;
+            b[c] = r < p.rank && i < p.in ? *(const uint4*)(p.A + (size_t)(j * p.rank + r) * p.in + i) : uint4{};
+        }
+        #pragma unroll
+        for (int c = 0; c < 4; c++)
+            #pragma unroll
+            for (int m = 0; m < 2; m++) mma_32(sum[c][m], a[2 * m], a[2 * m + 1], b[c]);
+    }
+    let_next_start();
+    #pragma unroll
+    for (int c = 0; c < 4; c++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) { // token e * 8 + g
+            const float* v = &sum[c][e / 2][e % 2 * 2];
+            *(float2*)&sums[warp][e * 8 + g][c * 8 + 2 * t] = make_float2(v[0], v[1]);
+        }
+    __syncthreads();
+    const int n = threadIdx.x / 8, r = threadIdx.x % 8 * 4;
+    float4 all = {};
+    for (int w = 0; w < 8; w++) {
+        const float4 v = *(const float4*)&sums[w][n][r];
+        all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+    }
+    if (n0 + n < p.N && r0 + r < p.rank)
+        store_four(h + (size_t)(n0 + n) * p.width() + j * p.rank + r0 + r, all);
+}
+
+// rmsnorm of many tokens, and the dropout masks of each module. Eight tokens a block, a warp a token: it makes masks
+// while it waits for memory. Bound by Philox and by memory bandwidth.
+__global__ void __launch_bounds__(256) rmsnorm_masks_kernel(bf16* out, const float* x, const bf16* w, float eps,
+                                                            const __grid_constant__ LoraArgs p) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x * 8 + threadIdx.x / 32;
+    if (n >= p.N) return;
+    const uint32_t name = p.dropout.token[n];
+    norm_row(out + (size_t)n * p.in, x + (size_t)n * p.in, w, p.in, eps, [&] {
+        for (int j = 0; j < p.modules; j++)
+            for (int k = threadIdx.x % 32; k < 2 * p.kept.sixty_fours; k += 32) {
+                uint32_t kept = 0;
+                #pragma unroll
+                for (int c = 0; c < 4; c++)
+                    kept |= dropout_mask(p.dropout, p.keys, name, p.name(j), k * 4 + c) << 8 * c;
+                p.kept.at(j, k / 2, n)[k % 2] = kept;
+            }
+    });
+}
+
+void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N) {
+    launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, out, x, w, eps, p);
+}
+
+// lora_down: h_j = drop_j(x) A_j^T, and what was kept, unless that is MADE. Grid: (tokens / 64, groups / GROUPS), 8 or
+// 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp
+// owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane makes half of a
+// token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
+// memory.
+// Bound by making the masks (Philox), without that by the memory's speed.
+template <int GROUPS> struct LoraDownShape {
+    static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
+    static constexpr int THREADS = PANELS * 128;
+    static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
+};
+template <int GROUPS, bool MADE>
+__global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
+lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
+    using S = LoraDownShape<GROUPS>;
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int n0 = blockIdx.x * S::TOKENS, first = blockIdx.y * GROUPS, panel = warp / 4, token = warp % 4 * 16;
+    const auto copy = [&](int step) {
+        const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8; // (each panel's own threads copy it)
+        const uint32_t to = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL;
+        const int i = (step * S::PANELS + panel) * 64 + chunk * 8;
+        #pragma unroll
+        for (int k = 0; k < S::TOKENS; k += 16) {
+            const int n = n0 + row + k;
+            copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
+        }
+        #pragma unroll
+        for (int k = 0; k < GROUPS * 32; k += 16) {
+            const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
+            copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
+                       i < p.in && j < p.modules && r < p.rank);
+        }
+        commit_copies();
+    };
+    const int steps = (p.in + 64 * S::PANELS - 1) / (64 * S::PANELS);
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++)
+        if (s < steps) copy(s);
+        else commit_copies();
+    const int mine = n0 + token + lane % 16; // the token of whose masks this lane makes a half
+    const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
+    uint32_t made[GROUPS]; // a step ahead
+    const auto load_made = [&](int step) {
+        const int i64 = step * S::PANELS + panel;
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k);
+            made[k] = j < p.modules && mine < p.N && i64 < p.kept.sixty_fours ? p.kept.at(j, i64, mine)[lane / 16] : 0;
+        }
+    };
+    if (MADE) load_made(0);
+    float sum[GROUPS][4][4] = {};
+    for (int step = 0; step < steps; step++) {
+        const int i64 = step * S::PANELS + panel;
+        uint32_t kept[GROUPS];
+        #pragma unroll
+        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = made[k];
+        if (MADE) load_made(step + 1);
+        #pragma unroll
+        for (int k = 0; k < GROUPS && !MADE; k++) {
+            const int j = p.module_of(first + k);
+            kept[k] = ~0u;
+            if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
+            else if (p.dropping && j < p.modules) {
+                kept[k] = 0;
+                #pragma unroll
+                for (int c = 0; c < 4; c++)
+                    kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + lane / 16 * 4 + c)
+                               << 8 * c;
+                if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
+            }
+        }
+        wait_for_copies<S::STAGES - 2>();
+        __syncthreads();
+        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
+        else commit_copies();
+        const uint32_t x_at = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL, A_at = x_at + S::X_PANEL;
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++)
+                #pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
+                    even[k][e] = word << 7, odd[k][e] = word << 6;
+                }
+            #pragma unroll
+            for (int e = 0; e < 2; e++) { // 16 numbers of `in`
+                const int c = (half * 2 + e) * 2;
+                uint32_t a[4], b[2][4];
+                ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
+                #pragma unroll
+                for (int k = 0; k < GROUPS; k++) {
+                    #pragma unroll
+                    for (int f = 0; f < 2; f++)
+                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8,
+                                                     c + lane / 8 % 2));
+                    uint32_t y[4];
+                    #pragma unroll
+                    for (int q = 0; q < 4; q++)
+                        y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
+                }
+            }
+        }
+    }
+    let_next_start();
+    wait_for_copies<0>();
+    __syncthreads(); // the ring is free
+    float4* sums = (float4*)memory + threadIdx.x % 128; // (panel - 1, fragment, thread)
+    #pragma unroll
+    for (int i = 0; i < GROUPS * 4 && panel; i++) {
+        const float(&v)[4] = sum[i / 4][i % 4];
+        sums[((panel - 1) * GROUPS * 4 + i) * 128] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int i = 0; i < GROUPS * 4 && !panel; i++) {
+        float(&v)[4] = sum[i / 4][i % 4];
+        #pragma unroll
+        for (int other = 0; other < S::PANELS - 1; other++) {
+            const float4 y = sums[(other * GROUPS * 4 + i) * 128];
+            v[0] += y.x, v[1] += y.y, v[2] += y.z, v[3] += y.w;
+        }
+        const int j = p.module_of(first + i / 4), r = p.first_row(first + i / 4) + i % 4 * 8 + 2 * t;
+        const int n = n0 + token + g;
+        uint32_t* to = (uint32_t*)(h + (size_t)n * p.width() + j * p.rank + r);
+        if (j >= p.modules || r >= p.rank) continue;
+        if (n < p.N) *to = pack(v[0] * p.scale, v[1] * p.scale);
+        if (n + 8 < p.N) to[4 * p.width()] = pack(v[2] * p.scale, v[3] * p.scale);
+    }
+}
+
+// h, with dropout or of more than 16 tokens (or as product_gpu says).
+void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made) {
+    const LoraArgs p(W, N);
+    if (!p.dropping && N < 64 * ctx.gpu->sms)
+        return launch(ctx, lora_down_few_kernel, dim3((N + 31) / 32, p.groups()), 256, 0, h, x, p);
+    in_groups(p.groups(), [&](auto groups) {
+        using S = LoraDownShape<groups>;
+        const dim3 grid((N + S::TOKENS - 1) / S::TOKENS, (p.groups() + groups - 1) / groups);
+        const auto kernel = made ? lora_down_kernel<groups, true> : lora_down_kernel<groups, false>;
+        launch(ctx, kernel, grid, S::THREADS, S::SHARED, h, x, p);
+    });
+}
+#endif
+
+// ---- The product that suits the number of tokens. x W^T: an adapter's h and s B are further columns of x and W; of up
+// to 16 tokens the epilogue adds them (but see there). made: its masks are.
+void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
+template <class Epilogue>
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
+    const int out = Epilogue::PAIR ? W.rows[0] : W.out();
+    const Adapter<bf16>& a = W.adapter;
+    if (N <= STREAM_TOKENS && !ctx.invariant) {
+        const auto few = [&](auto e) {
+            if (!Optional::few(ctx, e, x, nullptr, W, N).blocks)
+                stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, e);
+        };
+        if (!a.rank) return few(epilogue);
+        if constexpr (Epilogue::ADAPTS)
+            if (!a.dropout && (int)a.width() <= MOST_BESIDE) {
+                const StreamArgs down = {x, nullptr, nullptr, nullptr, 0, a.A, N, W.in, (int)a.width()};
+                stream_product(ctx, down, StoreEpilogue<bf16>(a.h, a.width()));
+                return few(BesideAdapter<Epilogue>(epilogue, W));
+            }
+    }
+    if (Optional::many(ctx, epilogue, x, W, N)) return;
+    Optional::weights(ctx, W, [&](const bf16* weights) {
+        TileArgs p = {x, weights, N, W.in, out};
+        p.early = N <= 128;
+        if (a.rank) {
+            lora_down_gpu(ctx, a.h, x, W, N, made);
+            p.more_x = a.h, p.more_W = a.B, p.more = (int)a.width();
+        }
+        tile_product(ctx, p, epilogue);
+    });
+}
+// The same of rmsnorm(stream). `normed` (N,in) holds that where the product does not make it for itself, or rounds it.
+template <class Epilogue>
+void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
+                      const Linear<bf16>& W, int N, float eps) {
+    ctx.gpu->ahead = {};
+    if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
+        if (Optional::norm_many(ctx, epilogue, stream, norm, W, N, eps)) return;
+        const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
+        if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
+        else rmsnorm_masks_gpu(ctx, normed, stream, norm, eps, LoraArgs(W, N), N);
+        return product_gpu(ctx, epilogue, normed, W, N, made);
+    }
+    const int out = Epilogue::PAIR ? W.rows[0] : W.out();
+    stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, out}, epilogue);
+}
+
+// ---- The products of Book I, launched.
+#if COMPILED(PART_LINEAR)
+void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), x, W, N);
+}
+void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
+                     int N, float eps) {
+    norm_product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), normed, x, w, W, N, eps);
+}
+#endif
+#if COMPILED(PART_LINEAR_ADD)
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N);
+}
+#endif
+#if COMPILED(PART_SWIGLU)
+void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+                            const Linear<bf16>& W, int N, float eps) {
+    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps);
+}
+#endif
+#if COMPILED(PART_HEAD)
+void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
+    pick_rows_gpu(ctx, picked, x, rows, R, W.in);
+    const StoreEpilogue<float> epilogue(logits, W.out());
+    if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
+        return product_gpu(ctx, epilogue, picked, W, R);
+    const bf16* of = picked;
+    if (Optional::many(ctx, epilogue, of, W, R)) return;
+    Optional::parts(ctx, W, false, [&](int first, int count, const bf16* weights) {
+        tile_product(ctx, {picked, weights, R, W.in, count}, StoreEpilogue<float>(logits + first, W.out()));
+    });
+}
+#endif
+
+// ======================================================================================================== 11 Attention
+// attention_kernel is for prompts (and training's forward), attention_decode_kernel for sequences of one new token
+// (with qknorm_rope_kv in it: all of `attend`). Where there are too few blocks for the GPU, the keys of a row are
+// split: each block leaves a part (the largest score, the sum of weights, the weighted sum of values), and parts are
+// joined in order. G = H / K query heads share a KV head.
+
+// ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
+// A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
+// the eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
+template <int D> struct HeadTile {
+    static constexpr int ROW = D * 2, CHUNKS = D / 8; // bytes and chunks of a row
+    __device__ static int at(int row, int chunk) { return row * ROW + ((chunk ^ row % 8) << 4); }
+};
+// The share of each of 128 threads in the copy of a tile: one chunk of every STEPth row.
+template <int D> struct HeadRows {
+    static constexpr int THREADS = 128, STEP = THREADS / HeadTile<D>::CHUNKS;
+    const int row = threadIdx.x % THREADS / HeadTile<D>::CHUNKS, chunk = threadIdx.x % HeadTile<D>::CHUNKS;
+};
+
+// s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in tiles. s[i][j] is
+// rows 16 i .. of a by rows 8 j .. of b, spread over the warp as mma says.
+template <int D, int I, int J>
+__device__ __forceinline__ void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const int lane = threadIdx.x % 32;
+    const uint32_t a_at = a_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++) {
+        // Chunk 2d + c lies at (2d + c) ^ (r % 8) = ((c ^ r % 8) ^ 2 (d % 4)) + 8 (d / 4).
+        const uint32_t flip = d % 4 << 5, far = d / 4 << 7;
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++) ldmatrix(a[i], (a_at ^ flip) + far + i * 16 * ROW);
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            ldmatrix(b, (b_at ^ flip) + far + j * 16 * ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(s[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(s[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// sum += w b: w (16 I, 16 J) as multiply_rows leaves its s, rounded to bf16 (s is the a operand as it lies); b is 16 J
+// rows of D numbers of a tile.
+template <int D, int I, int J>
+__device__ __forceinline__ void add_weighted_rows(float (&sum)[I][D / 8][4], const float (&w)[I][2 * J][4],
+                                                  uint32_t b_rows) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t b_at = b_rows + HeadTile<D>::at(lane % 16, lane / 16);
+    #pragma unroll
+    for (int k = 0; k < J; k++) {
+        uint32_t a[I][4], b[4];
+        #pragma unroll
+        for (int i = 0; i < I; i++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float* pair = &w[i][2 * k + e / 2][e % 2 * 2];
+                a[i][e] = pack(pair[0], pair[1]);
+            }
+        #pragma unroll
+        for (int j = 0; j < D / 16; j++) {
+            ldmatrix_transposed(b, (b_at ^ (j % 4 << 5)) + (j / 4 << 7) + k * 16 * HeadTile<D>::ROW);
+            #pragma unroll
+            for (int i = 0; i < I; i++) {
+                mma(sum[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], b[0], b[1]);
+                mma(sum[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e]; f(number, i, j, e) for each.
+__device__ __forceinline__ int score_row(int i, int e) { return i * 16 + e / 2 * 8 + threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int score_column(int j, int e) { return j * 8 + threadIdx.x % 4 * 2 + e % 2; }
+template <int I, int J, class F> __device__ __forceinline__ void each_score(float (&s)[I][J][4], F f) {
+    #pragma unroll
+    for (int i = 0; i < I; i++)
+        #pragma unroll
+        for (int j = 0; j < J; j++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
+}
+// Such an s of 16 rows, rounded, as mma and wgmma take it for their a operand.
+template <int K>
+__device__ __forceinline__ void round_weights(uint32_t (&weights)[K][4], const float (&s)[1][2 * K][4]) {
+    #pragma unroll
+    for (int i = 0; i < 4 * K; i++)
+        weights[i / 4][i % 4] = pack(s[0][i / 2][i % 2 * 2], s[0][i / 2][i % 2 * 2 + 1]);
+}
+// Stores a quad's numbers of one of the two rows in x = s[i], lane / 4 (h = 0) or lane / 4 + 8 (1), times `by`, to
+// `row`.
+template <int J> __device__ __forceinline__ void store_row(bf16* row, const float (&x)[J][4], int h, float by) {
+    const int quad = threadIdx.x % 4, column = quad / 2 * 4 + quad % 2 * 8;
+    #pragma unroll
+    for (int j = 0; j < J; j += 2) {
+        const float4 y = four_columns(x[j], x[j + 1], h, 0xfu << (threadIdx.x % 32 - quad));
+        store_four(row + j * 8 + column, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
+}
+
+// ---- Attention for prompts: Book I's `attention` (Dao, "FlashAttention-2", 2023)
+// A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
+// values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and
+// sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may belong
+// to several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are
+// too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
+// Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
+// multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
+inline constexpr int QUERY_ROWS = 128, KEYS = 64;
+
+struct AttentionArgs {
+    bf16* out;        // (N,HD)
+    float* lse;       // (N,H) or null
+    const bf16* q;    // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    Batch b;
+    int first, H, K;  // tokens from `first` on
+    float* partial;   // (N - first, H, splits, D + 2): see join_splits
+};
+
+// The rows that a block owns: row r is head kv G + r % G of token begin + r / G.
+struct QueryTile {
+    int kv, G, begin, end; // of tokens begin .. end - 1
+    __device__ QueryTile(const AttentionArgs& p, int kv, int tile) : kv(kv), G(p.H / p.K) {
+        const int tokens = QUERY_ROWS / G;
+        begin = p.first + tile * tokens, end = min(p.b.N, begin + tokens);
+    }
+    __device__ int token(int r) const { return begin + r / G; }
+    __device__ size_t row(int r, int n, int H) const { return (size_t)n * H + kv * G + r - (n - begin) * G; } // of q
+};
+
+template <int D>
+__device__ __forceinline__ void load_queries(const AttentionArgs& p, const QueryTile& tile, uint32_t q_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < QUERY_ROWS; r += mine.STEP) {
+        const int n = tile.token(r);
+        const bool there = n < tile.end;
+        const bf16* from = there ? p.q + tile.row(r, n, p.H) * D + mine.chunk * 8 : p.q;
+        copy_async(q_tile + HeadTile<D>::at(r, mine.chunk), from, there);
+    }
+}
+
+// Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four
+// pages, whose numbers are read a tile ahead of the copies that need them.
+template <int D> struct PassingPages {
+    static constexpr int TILE = KEYS * HeadTile<D>::ROW;
+    const AttentionArgs& p;
+    const int* table; // the sequence's pages
+    int kv, to;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int page[KEYS / PAGE];
+
+    __device__ __forceinline__ static uint32_t stage(int key0) { return key0 / KEYS % 2 * TILE; }
+    __device__ __forceinline__ void next_pages(int key0) {
+        #pragma unroll
+        for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
+    }
+    __device__ __forceinline__ void copy(uint32_t tile, const bf16* cache, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < KEYS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP; // of page r / PAGE, the same for all threads
+            const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
+        }
+        commit_copies();
+    }
+    __device__ __forceinline__ void copy(int key0) const {
+        copy(k_tiles + stage(key0), p.keys, key0);
+        copy(v_tiles + stage(key0), p.values, key0);
+    }
+};
+
+// A lane's part of its warp's 32 rows: [i][h] belongs to row 16 i + 8 h + lane / 4; mixed has the layout of
+// multiply_rows' s.
+template <int D> struct RowSums {
+    float maximum[2][2], sum[2][2] = {}, mixed[2][D / 8][4] = {};
+    __device__ __forceinline__ RowSums() { // (a row may see no key of a split: infinities would make it NaN)
+        #pragma unroll
+        for (int i = 0; i < 2; i++) maximum[i][0] = maximum[i][1] = -1e30f;
+    }
+};
+
+// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new
+// maximum. `sum` has this lane's columns alone: the four lanes of a row are added at the end.
+template <int D>
+__device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][KEYS / 8][4], float scale) {
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float& maximum = rows.maximum[i][h];
+            float top = maximum;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[i][j][2 * h], s[i][j][2 * h + 1]));
+            top = quad_max(top);
+            const float shrink = exp2_fast((maximum - top) * scale), base = top * scale;
+            maximum = top;
+            float weights = 0;
+            #pragma unroll
+            for (int j = 0; j < KEYS / 8; j++)
+                #pragma unroll
+                for (int e = 2 * h; e < 2 * h + 2; e++)
+                    weights += s[i][j][e] = exp2_fast(fmaf(s[i][j][e], scale, -base));
+            rows.sum[i][h] = rows.sum[i][h] * shrink + weights;
+            #pragma unroll
+            for (int j = 0; j < D / 8; j++) rows.mixed[i][j][2 * h] *= shrink, rows.mixed[i][j][2 * h + 1] *= shrink;
+        }
+}
+
+// Rows of tokens n0 .. n1 - 1 go to `out`, or, if the keys are split, to `partial`.
+template <int D>
+__device__ __forceinline__ void store_rows(const AttentionArgs& p, const QueryTile& tile, const RowSums<D>& rows,
+                                           int n0, int n1, float scale) {
+    const int first_row = threadIdx.x / 32 * 32;
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float total = quad_sum(rows.sum[i][h]), maximum = rows.maximum[i][h];
+            const int r = first_row + score_row(i, 2 * h), n = tile.token(r);
+            if (n < n0 || n >= n1) continue;
+            const size_t row = tile.row(r, n, p.H);
+            if (gridDim.z > 1) {
+                float* part = p.partial + ((row - (size_t)p.first * p.H) * gridDim.z + blockIdx.z) * (D + 2);
+                #pragma unroll
+                for (int j = 0; j < D / 8; j++)
+                    *(float2*)(part + score_column(j, 0)) = *(const float2*)&rows.mixed[i][j][2 * h];
+                *(float2*)(part + D) = make_float2(maximum * scale, total);
+                continue;
+            }
+            store_row(p.out + row * D, rows.mixed[i], h, 1 / total);
+            if (p.lse) p.lse[row] = maximum / sqrtf((float)D) + logf(total); // all four lanes of a row
+        }
+}
+
+// All rows of the tile with the keys of one sequence, whose tokens are n0 .. n1 - 1.
+template <int D>
+__device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const QueryTile& tile, int n0, int n1,
+                                                uint32_t q_tile) {
+    constexpr int ROW = HeadTile<D>::ROW;
+    const Batch& b = p.b;
+    const float scale = LOG2E / sqrtf((float)D); // powers of 2, not of e
+    const int longest = b.pos[n1 - 1] + 1, shortest = b.pos[n0] + 1; // keys that the last and the first token see
+    const int key_tiles = (longest + KEYS - 1) / KEYS, splits = gridDim.z, split = blockIdx.z;
+    const int from = key_tiles * split / splits * KEYS, to = min(longest, key_tiles * (split + 1) / splits * KEYS);
+    const int first_row = threadIdx.x / 32 * 32; // of this warp
+    int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+    #pragma unroll
+    for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int n = tile.token(first_row + score_row(i, 2 * h));
+            limit[i][h] = n >= n0 && n < n1 ? b.pos[n] + 1 : to;
+        }
+    const uint32_t k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * KEYS * ROW;
+    PassingPages<D> pages = {p, b.pages + (size_t)b.seq[n0] * b.max_pages, tile.kv, to, k_tiles, v_tiles};
+    RowSums<D> rows;
+    __syncthreads(); // the sequence before this one is done with the tiles
+    pages.next_pages(from);
+    pages.copy(from);
+    pages.next_pages(from + KEYS);
+    for (int key0 = from; key0 < to; key0 += KEYS) {
+        wait_for_copies<0>();
+        __syncthreads();
+        pages.copy(key0 + KEYS);
+        pages.next_pages(key0 + 2 * KEYS);
+        float s[2][KEYS / 8][4] = {};
+        multiply_rows<D, 2, KEYS / 16>(s, q_tile + first_row * ROW, k_tiles + pages.stage(key0));
+        if (key0 + KEYS > shortest)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                if (key0 + score_column(j, e) >= limit[i][e / 2]) x = -INFINITY;
+            });
+        online_softmax(rows, s, scale);
+        add_weighted_rows<D, 2, KEYS / 16>(rows.mixed, s, v_tiles + pages.stage(key0));
+    }
+    wait_for_copies<0>();
+    store_rows(p, tile, rows, n0, n1, scale);
+}
+
+// attention: see "Attention for prompts".
+template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(AttentionArgs p) {
+    extern __shared__ __align__(128) uint4 tiles[]; // of queries; two stages of keys, two of values
+    const QueryTile tile(p, blockIdx.x, gridDim.y - 1 - blockIdx.y); // later tokens see more keys: long blocks first
+    wait_for_previous();
+    load_queries<D>(p, tile, shared_address(tiles));
+    for (int n0 = tile.begin, n1; n0 < tile.end; n0 = n1) {
+        for (n1 = n0 + 1; n1 < tile.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
+        if (p.b.seq[n0] >= 0) attend_sequence<D>(p, tile, n0, n1, shared_address(tiles));
+    }
+}
+
+inline constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
+// Keys that are worth a block of their own: writing and joining parts takes 20 us.
+inline constexpr int LEAST_KEYS = 256;
+
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+// A row's attention over some of its keys, one number of it: the largest score, the sum of the weights 2^(score - top)
+// and the sum of the values by them.
+struct AttentionPart {
+    float top, weights, value;
+};
+// `count` parts as one: their common maximum, then their sums in order. get(i) is part i; eight are read at a time.
+template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
+    AttentionPart all = {-INFINITY, 0, 0};
+    for (int first = 0; first < count; first += 8) {
+        AttentionPart part[8];
+        float top = all.top;
+        GPU_UNROLL
+        for (int i = 0; i < 8; i++) part[i] = get(min(first + i, count - 1));
+        GPU_UNROLL
+        for (int i = 0; i < 8; i++) top = fmaxf(top, part[i].top);
+        if (first) {
+            const float shrink = exp2_fast(all.top - top);
+            all.value *= shrink, all.weights *= shrink;
+        }
+        all.top = top;
+        GPU_UNROLL
+        for (int i = 0; i < 8; i++)
+            if (first + i < count) {
+                const float shrink = exp2_fast(part[i].top - top);
+                all.value += part[i].value * shrink, all.weights += part[i].weights * shrink;
+            }
+    }
+    return all;
+}
+// Number d of a row whose keys were split. `parts` (splits, D + 2): D weighted sums of values, the largest score (of
+// powers of 2), the sum of the weights. From the L2 cache: other blocks wrote them.
+__device__ __forceinline__ float join_splits(const float* parts, int splits, int D, int d) {
+    const AttentionPart all = join_parts(splits, [&](int split) {
+        const float* part = parts + split * (D + 2);
+        return AttentionPart{__ldcg(part + D), __ldcg(part + D + 1), __ldcg(part + d)};
+    });
+    return all.value / all.weights;
+}
+
+// ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first,
+// into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has
+// rows from `first` on. Bound by the memory's speed: 3 bytes a number, and 2 when attention reads it.
+template <int D>
+__global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
+                                                          Batch b, int first, int K) {
+    __shared__ int last[256], count; // the sequences' last rows, of 256 rows
+    let_next_start();
+    wait_for_previous();
+    const int kv = blockIdx.x, row = threadIdx.x * 8 / D;
+    for (int n0 = first; n0 < b.N; n0 += 256) {
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        const int n = n0 + (int)threadIdx.x;
+        if (n < b.N && b.seq[n] >= 0 && (n + 1 == b.N || b.seq[n + 1] != b.seq[n])) last[atomicAdd(&count, 1)] = n;
+        __syncthreads();
+        for (int i = 0; i < count && row < PAGE; i++) {
+            const int length = b.pos[last[i]] + 1, *table = b.pages + (size_t)b.seq[last[i]] * b.max_pages;
+            for (int page = blockIdx.y; page * PAGE < length; page += gridDim.y) {
+                const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
+                const auto widen = [&](bf16* to, bf16* cache) {
+                    const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
+                    const bool there = page * PAGE + row < length; // what lies behind them has to be finite
+                    const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
+                    const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
+                    const uint4 v = widen_e4m3(raw);
+                    *(uint4*)(to + at) = {pack(low(v.x) * factor, high(v.x) * factor),
+                                          pack(low(v.y) * factor, high(v.y) * factor),
+                                          pack(low(v.z) * factor, high(v.z) * factor),
+                                          pack(low(v.w) * factor, high(v.w) * factor)};
+                };
+                widen(to_keys, keys), widen(to_values, values);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
+// That is qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and of
+// the splits of a sequence, SPLIT keys each, every gridDim.x-th. Its warps take a split's pages in turn. Where several
+// blocks share a sequence, the last one to arrive joins their parts in order. All but the newest token's keys and
+// values are asked for before the kernel before has ended.
+// Where a warp has its page: few sequences, in registers (HeldPage), since a block that needs little shared memory
+// begins beside the kernel before; many, in a ring of two stages in shared memory (RingPage), which cp.async fills with
+// the next page while one is multiplied, and with whole lines of it, where loads into registers ask for halves.
+// Keys are operand b as they lie: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32
+// (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that is operand a
+// of the second product, where nothing has to move either: of these four keys the lane has the values, eight numbers
+// from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8
+// cache has e4m3 numbers, which become bf16 in registers; their factors go to scores and weights. As these are powers
+// of two, all sums have the bits that this kernel makes of a bf16 cache of the same numbers.
+// Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
+// sequence, by latency.
+inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
+
+struct DecodeArgs {
+    bf16* out;                           // (N,HD)
+    bf16 *keys, *values;                 // one layer's cache
+    const bf16 *qkv;                     // (N,(H+2K)D)
+    const bf16 *q_weight, *k_weight;     // (D)
+    const float* rope;                   // (positions, D/2, 2)
+    Batch b;
+    int H, K;
+    float eps;
+    float* partial;                      // (singles, H, splits, D + 2): see join_splits
+    int* arrived;                        // (singles, H / heads), zero between kernels
+};
+
+template <int D> struct DecodeShared {
+    __align__(16) bf16 q[DECODE_ROWS][D];                    // normalised and rotated; zeros where there is no head
+    float maximum[SPLIT / PAGE][DECODE_ROWS], sum[SPLIT / PAGE][DECODE_ROWS]; // of a warp's pages
+    __align__(16) uint8_t new_key[2 * D], new_value[2 * D];  // the newest token's, as in the cache
+    uint8_t exponents[2];
+};
+
+// The common part of the two places of a page: registers (HeldPage) and a ring in shared memory (RingPage). A place has
+// WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(i, ..) starts the load of a warp's i-th
+// page, whose first `count` rows exist; wait(i) waits for it; insert adds one row; key(j, i) and value(r, c) are eight
+// numbers of a lane; factor(r, value) is the factor of an FP8 row.
+template <int D, bool FP8> struct DecodePage {
+    static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
+    using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; } // of a lane's scores
+    __device__ static uint4 widened(const Chunk& x) {
+        if constexpr (FP8) return widen_e4m3(x);
+        else return x;
+    }
+    __device__ static const Chunk& chunk(const uint8_t* row, int column) {
+        return *(const Chunk*)(row + column * SIZE);
+    }
+};
+
+template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
+    using Base = DecodePage<D, FP8>;
+    using Base::key_of, Base::lane, Base::g, Base::t, Base::ROW, Base::chunk, Base::widened;
+    static constexpr int WARPS = SPLIT / PAGE, STAGES = 1, RING = 0, BLOCKS = 2;
+    typename Base::Chunk k[2][D / 32] = {}, v[4][D / 64] = {};
+    int exponent[2][4] = {}; // FP8: the bytes of KVRow of keys and values key_of(r)
+    __device__ explicit HeldPage(uint8_t*) {}
+
+    __device__ __forceinline__ void ask_for(int, const uint8_t* keys, const uint8_t* values, int count) {
+        GPU_UNROLL
+        for (int j = 0; j < 2; j++)
+            GPU_UNROLL
+            for (int i = 0; i < D / 32; i++)
+                if (8 * j + g < count) k[j][i] = chunk(keys + (8 * j + g) * ROW, 32 * i + 8 * t);
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++)
+            GPU_UNROLL
+            for (int c = 0; c < D / 64; c++)
+                if (key_of(r) < count) v[r][c] = chunk(values + key_of(r) * ROW, 64 * c + 8 * g);
+        GPU_UNROLL
+        for (int r = 0; r < 4 && FP8; r += 2) // two keys are neighbours
+            if (key_of(r) < count) {
+                const int two = *(const uint16_t*)(keys + PAGE * D + key_of(r));
+                const int of_values = *(const uint16_t*)(values + PAGE * D + key_of(r));
+                exponent[0][r] = two & 255, exponent[0][r + 1] = two >> 8;
+                exponent[1][r] = of_values & 255, exponent[1][r + 1] = of_values >> 8;
+            }
+    }
+    __device__ void wait(int) { __syncwarp(); } // (loads and insert have branches)
+    __device__ void insert(const DecodeShared<D>& shared, int row) {
+        GPU_UNROLL
+        for (int j = 0; j < 2; j++)
+            GPU_UNROLL
+            for (int i = 0; i < D / 32; i++)
+                if (8 * j + g == row) k[j][i] = chunk(shared.new_key, 32 * i + 8 * t);
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            if (key_of(r) != row) continue;
+            GPU_UNROLL
+            for (int c = 0; c < D / 64; c++) v[r][c] = chunk(shared.new_value, 64 * c + 8 * g);
+            exponent[0][r] = shared.exponents[0], exponent[1][r] = shared.exponents[1];
+        }
+        __syncwarp();
+    }
+    __device__ uint4 key(int j, int i) const { return widened(k[j][i]); }
+    __device__ uint4 value(int r, int c) const { return widened(v[r][c]); }
+    __device__ float factor(int r, bool value) const { return FP8 ? fp8_factor(exponent[value][r]) : 1; }
+};
+
+// Rows of D numbers in chunks of 16 bytes, swizzled so that the rows that a load touches at once lie in different
+// banks; of an FP8 cache the exponents behind.
+template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
+    using Base = DecodePage<D, FP8>;
+    using Base::key_of, Base::lane, Base::g, Base::t, Base::SIZE, Base::ROW, Base::chunk, Base::widened;
+    static constexpr int WARPS = 4, STAGES = 2, CHUNKS = ROW / 16, BLOCKS = FP8 ? 4 : 3;
+    static constexpr int VALUES = PAGE * ROW, EXPONENTS = 2 * VALUES; // where they begin
+    static constexpr int BYTES = EXPONENTS + (FP8 ? 2 * PAGE : 0), RING = STAGES * BYTES;
+    static_assert(RING >= DECODE_ROWS * (D + 8) * 4, "a ring has room for a warp's sums");
+    uint8_t *const ring, *stage;
+    __device__ explicit RingPage(uint8_t* at) : ring(at), stage(at) {}
+
+    __device__ static int chunk_at(int row, int chunk) {
+        const int flip = FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4;
+        return row * ROW + (chunk ^ flip % CHUNKS) * 16;
+    }
+    __device__ uint4 eight(const uint8_t* rows, int row, int column) const {
+        return widened(chunk(rows + chunk_at(row, column * SIZE / 16) + column * SIZE % 16, 0));
+    }
+    // (Rows past `count` become zeros.)
+    __device__ __forceinline__ void ask_for(int i, const uint8_t* keys, const uint8_t* values, int count) const {
+        uint8_t* const to = ring + i % STAGES * BYTES;
+        GPU_UNROLL
+        for (int c = 0; c < 2 * PAGE * CHUNKS; c += 32) {
+            const int at = (c + lane) % (PAGE * CHUNKS), row = at / CHUNKS;
+            const bool value = c >= PAGE * CHUNKS;
+            copy_async(shared_address(to + value * VALUES + chunk_at(row, at % CHUNKS)),
+                       (value ? values : keys) + at * 16, row < count);
+        }
+        if (FP8 && lane < 2)
+            copy_async(shared_address(to + EXPONENTS + lane * PAGE), (lane ? values : keys) + PAGE * D, count > 0);
+    }
+    __device__ void wait(int i) {
+        wait_for_copies<STAGES - 1>();
+        __syncwarp();
+        stage = ring + i % STAGES * BYTES;
+    }
+    __device__ void insert(const DecodeShared<D>& shared, int row) {
+        if (lane < 2 * CHUNKS) {
+            const bool value = lane >= CHUNKS;
+            const int chunk = lane % CHUNKS;
+            *(uint4*)(stage + value * VALUES + chunk_at(row, chunk)) =
+                *(const uint4*)((value ? shared.new_value : shared.new_key) + chunk * 16);
+        }
+        if (FP8 && lane < 2) stage[EXPONENTS + lane * PAGE + row] = shared.exponents[lane];
+        __syncwarp();
+    }
+    __device__ uint4 key(int j, int i) const { return eight(stage, 8 * j + g, 32 * i + 8 * t); }
+    __device__ uint4 value(int r, int c) const { return eight(stage + VALUES, key_of(r), 64 * c + 8 * g); }
+    __device__ float factor(int r, bool value) const {
+        return FP8 ? fp8_factor(stage[EXPONENTS + value * PAGE + key_of(r)]) : 1;
+    }
+};
+
+// The part of a warp's pages so far, of head g: the largest score, the sum of the weights, and the sum of the values by
+// them: y[c][i][e] is number 64 c + 16 t + 8 i + e.
+template <int D, bool FP8, class Page> struct DecodePart {
+    float top = -INFINITY, sum = 0, y[D / 64][2][8] = {};
+
+    // The first `count` keys of the page count: one at least.
+    __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
+        float s[2][4] = {}, odd[2][4] = {}; // scores: rows g and g + 8, of which only g is a head
+        GPU_UNROLL
+        for (int i = 0; i < D / 32; i++) {
+            const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
+            GPU_UNROLL
+            for (int j = 0; j < 2; j++) // (where there are registers, in two chains)
+                mma_32(i % 2 && !Page::RING ? odd[j] : s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
+        }
+        const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
+        float weights[4], largest = top, more = 0;
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            const float score = (s[r / 2][r % 2] + odd[r / 2][r % 2]) * scale * page.factor(r, false);
+            weights[r] = page.key_of(r) < count ? score : -INFINITY;
+            largest = fmaxf(largest, weights[r]);
+        }
+        largest = quad_max(largest);
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
+            if (FP8) weights[r] = page.key_of(r) < count ? weights[r] * page.factor(r, true) : 0;
+        }
+        const float shrink = exp2_fast(top - largest);
+        top = largest, sum = fmaf(sum, shrink, quad_sum(more));
+        if (__any_sync(~0u, shrink < 1)) // (seldom)
+            GPU_UNROLL
+            for (int e = 0; e < D / 4; e++) y[e / 16][e / 8 % 2][e % 8] *= shrink;
+        const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
+        GPU_UNROLL
+        for (int c = 0; c < D / 64; c++) {
+            uint4 rows[4];
+            GPU_UNROLL
+            for (int r = 0; r < 4; r++) rows[r] = page.value(r, c);
+            GPU_UNROLL
+            for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
+                const auto pair = [&](const uint4& a, const uint4& b) {
+                    const uint32_t x = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
+                    const uint32_t z = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
+                    return __byte_perm(x, z, e % 2 ? 0x7632 : 0x5410);
+                };
+                float d[4] = {y[c][0][e], y[c][1][e], 0, 0};
+                mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
+                settle(y[c][0][e] = d[0]), settle(y[c][1][e] = d[1]);
+            }
+        }
+    }
+    // To shared memory: heads are D + 8 numbers apart.
+    __device__ __forceinline__ void store(DecodeShared<D>& shared, const Page& page, float* sums, int heads) const {
+        const int warp = threadIdx.x / 32, g = page.g, t = page.t;
+        if (g >= heads) return;
+        if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
+        GPU_UNROLL
+        for (int c = 0; c < D / 64; c++)
+            GPU_UNROLL
+            for (int e = 0; e < 16; e += 4) {
+                const float* from = &y[c][e / 8][e % 8];
+                store_four(sums + g * (D + 8) + 64 * c + 16 * t + e, make_float4(from[0], from[1], from[2], from[3]));
+            }
+    }
+};
+
+// The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
+template <int D, bool FP8>
+__device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>& shared, const bf16* from, int slot,
+                                            int kv, bool key, const float* angles, bool writes) {
+    WarpHead<D> head, weights;
+    head.load(from), weights.load(p.k_weight);
+    if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    uint8_t* const row = key ? shared.new_key : shared.new_value;
+    bf16* const cache = key ? p.keys : p.values;
+    if constexpr (FP8) {
+        const WarpFp8Head<D> rounded(head);
+        rounded.store(row, shared.exponents + !key);
+        if (writes) rounded.store(cache, slot, kv, p.K);
+    } else {
+        head.store((bf16*)row);
+        if (writes) head.store(cache + kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D));
+    }
+}
+
+// attend: see "Attention for sequences of one new token".
+template <int D, bool FP8, class Page>
+__global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_decode_kernel(DecodeArgs p, int heads) {
+    __shared__ DecodeShared<D> shared;
+    SHARED_FLOATS(rings); // the warps'; then their sums
+    // No kernel of this forward writes the data read before the wait: positions, sequences and pages belong to the
+    // batch, older keys and values to an earlier forward (see launch_kernel).
+    const Batch& b = p.b;
+    const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
+    const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;
+    if (!Page::RING && seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error
+    if (seq < 0 || (int)blockIdx.x >= splits) {
+        let_next_start();
+        wait_for_previous();
+        return;
+    }
+    constexpr int STAGES = Page::STAGES;
+    static_assert(SPLIT == Page::WARPS * STAGES * PAGE, "a split fills a block's stages");
+    const int* table = b.pages + (size_t)seq * b.max_pages;
+    const auto page_of = [&](int i) { // this warp's i-th page
+        return (i / STAGES * (int)gridDim.x + (int)blockIdx.x) * (SPLIT / PAGE) + i % STAGES * Page::WARPS + warp;
+    };
+    const auto place = [&](int i) { return page_of(i) < pages ? table[page_of(i)] : 0; }; // of it in the cache
+    Page page((uint8_t*)rings + warp * Page::RING);
+    const auto ask_for = [&](int i, int at) {
+        const int count = pos - page_of(i) * PAGE; // without the newest token
+        const size_t first = kv_offset(at, kv, 0, p.K, D);
+        if (page_of(i) >= pages) {}
+        else if (FP8) page.ask_for(i, fp8_block<D>(p.keys, at, kv, p.K), fp8_block<D>(p.values, at, kv, p.K), count);
+        else page.ask_for(i, (const uint8_t*)(p.keys + first), (const uint8_t*)(p.values + first), count);
+        commit_copies();
+    };
+    int next[STAGES]; // places of the pages that come after those on their way
+    GPU_UNROLL
+    for (int i = 0; i < STAGES; i++) next[i] = place(i);
+    GPU_UNROLL
+    for (int i = 0; i < STAGES; i++) ask_for(i, next[i]), next[i] = place(i + STAGES);
+    let_next_start();
+    wait_for_previous();
+
+    const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
+    const float* angles = p.rope + (size_t)pos * D;
+    for (int h = warp; h < DECODE_ROWS; h += Page::WARPS) {
+        WarpHead<D> head = {}, weights;
+        if (h < heads) {
+            head.load(row + (size_t)(h0 + h) * D), weights.load(p.q_weight);
+            head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+        }
+        head.store(shared.q[h]);
+    }
+    if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= Page::WARPS - 2) {
+        const bool key = warp == Page::WARPS - 2, writes = h0 % (p.H / p.K) == 0;
+        take_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
+                            writes);
+    }
+    __syncthreads();
+    DecodePart<D, FP8, Page> part;
+    for (int i = 0; page_of(i) < pages; i++) {
+        page.wait(i);
+        if (page_of(i) == pages - 1) page.insert(shared, pos % PAGE);
+        part.add(shared, page, pos + 1 - page_of(i) * PAGE);
+        if (!Page::RING) break; // (a block a split)
+        __syncwarp(); // all have read it
+        ask_for(i + STAGES, next[0]);
+        GPU_UNROLL
+        for (int k = 0; k + 1 < STAGES; k++) next[k] = next[k + 1];
+        next[STAGES - 1] = place(i + 2 * STAGES);
+    }
+    const int apart = Page::RING ? Page::RING / 4 : heads * (D + 8); // numbers from one warp's sums to the next
+    part.store(shared, page, rings + warp * apart, heads);
+    __syncthreads();
+    // The warps' parts, a thread a number: to `out` or, where the sequence has several blocks, to `parts`.
+    const int blocks = min(splits, (int)gridDim.x);
+    bf16* out = p.out + ((size_t)n * p.H + h0) * D;
+    float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
+        const int h = o / D, d = o % D;
+        const AttentionPart all = join_parts(Page::WARPS, [&](int w) {
+            return AttentionPart{shared.maximum[w][h], shared.sum[w][h], rings[w * apart + h * (D + 8) + d]};
+        });
+        if (blocks == 1) out[o] = round_bf16(all.value / all.weights);
+        else {
+            float* to = parts + ((size_t)h * gridDim.x + blockIdx.x) * (D + 2);
+            to[d] = all.value;
+            if (d == 0) to[D] = all.top, to[D + 1] = all.weights;
+        }
+    }
+    if (blocks == 1 || !last_to_arrive(p.arrived + (size_t)n * gridDim.y + blockIdx.y, blocks)) return;
+    for (int o = threadIdx.x; o < heads * D; o += blockDim.x)
+        out[o] = round_bf16(join_splits(parts + (size_t)(o / D) * gridDim.x * (D + 2), blocks, D, o % D));
+}
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
+
+// ---- Attention, launched.
+#if COMPILED(PART_PROMPT)
+// attention's last step with split keys: joins the parts. A block a head of a token, D threads, a thread a number of
+// it. Bound by launching.
+__global__ void attention_sum_kernel(bf16* out, const float* partial, const int* seq, int first, int H, int splits) {
+    wait_for_previous();
+    const size_t row = blockIdx.x, D = blockDim.x;
+    if (seq[first + row / H] < 0) return;
+    const float sum = join_splits(partial + row * splits * (D + 2), splits, (int)D, threadIdx.x);
+    out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum);
+}
+
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
+                   const Batch& b, int H, int K, int D, int first) {
+    const AttentionArgs p = {out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention};
+    int splits = Optional::attention(ctx, p, D);
+    if (!splits) {
+        const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens;
+        const int wanted = std::min(BLOCKS_A_SM * ctx.gpu->sms / (tiles * K), b.longest / LEAST_KEYS);
+        splits = ctx.invariant || lse ? 1 : std::max(1, wanted);
+        const dim3 grid((unsigned)K, (unsigned)tiles, (unsigned)splits);
+        const size_t shared = (size_t)(QUERY_ROWS + 4 * KEYS) * D * sizeof(bf16);
+        launch(ctx, D == 128 ? attention_kernel<128> : attention_kernel<64>, grid, 128, shared, p);
+    }
+    if (splits == 1) return;
+    const dim3 rows((unsigned)((b.N - first) * H));
+    launch(ctx, attention_sum_kernel, rows, D, 0, out, p.partial, b.seq, first, H, splits);
+}
+#endif
+// b.splits: of the longest sequence. A block takes more than one split where sequences fill the GPU by themselves.
+void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D);
+#if COMPILED(PART_DECODE)
+void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D) {
+    if (p.b.splits < 1) DIE("attention_decode: %d splits", p.b.splits);
+    const int G = p.H / p.K;
+    int heads = std::min(G, DECODE_ROWS);
+    while (G % heads) heads--;
+    const int others = singles * p.H / heads, sms = ctx.gpu->sms;
+    const auto launch_pages = [&](auto kernel, auto* page, int blocks) {
+        using Page = std::remove_pointer_t<decltype(page)>;
+        const size_t shared = (size_t)Page::WARPS * std::max(Page::RING, heads * (D + 8) * 4);
+        const dim3 grid((unsigned)blocks, (unsigned)(p.H / heads), (unsigned)singles);
+        launch(ctx, kernel, grid, 32 * Page::WARPS, shared, p, heads);
+    };
+    const auto with = [&](auto size, auto fp8) {
+        using Held = HeldPage<size, fp8>;
+        using Ring = RingPage<size, fp8>;
+        if (others * p.b.splits <= 8 * sms)
+            launch_pages(attention_decode_kernel<size, fp8, Held>, (Held*)nullptr, p.b.splits);
+        else launch_pages(attention_decode_kernel<size, fp8, Ring>, (Ring*)nullptr,
+                          std::min(p.b.splits, (3 * sms + others - 1) / others));
+    };
+    const auto with_format = [&](auto size) {
+        if (p.b.fp8) with(size, std::true_type());
+        else with(size, std::false_type());
+    };
+    if (D == 128) with_format(std::integral_constant<int, 128>());
+    else with_format(std::integral_constant<int, 64>());
+}
+#endif
+#if COMPILED(PART_ATTEND)
+// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
+// little.
+int splits_for_graph(int position, int context) {
+    int splits = 1;
+    while (splits * SPLIT <= position) splits *= 2;
+    return std::min(splits, (context - 1) / SPLIT + 1);
+}
+
+// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
+    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
+}
+
+size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
+// Where the widened keys are; the values are behind them.
+bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
+    bf16* const widened = ctx.gpu->widened;
+    const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
+    launch(ctx, D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, widened,
+           widened + ctx.gpu->widened_numbers / 2, keys, values, b, first, K);
+    return widened;
+}
+
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
+                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
+                       int D, float eps) {
+    const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
+    if (singles) {
+        const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
+                              ctx.gpu->attention, ctx.gpu->attention_arrived};
+        attention_decode_gpu(ctx, p, singles, D);
+    }
+    if (singles == b.N) return;
+    qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
+    if (b.fp8) {
+        keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D);
+        values = keys + ctx.gpu->widened_numbers / 2;
+    }
+    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
+}
+
+// ---- Scratch: of products, and of forwards with so many rows and sequences of one token, of up to `context` tokens in
+// `pages` pages. The context has a Gpu of its own from then on.
+void plan_scratch(Context& ctx, Arena& arena) {
+    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
+    ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
+    ctx.gpu->arrived = arena.take<int>(MAX_TILES);
+}
+void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages) {
+    plan_scratch(ctx, arena);
+    ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, (context - 1) / SPLIT + 1, c.H, c.D));
+    ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
+    ctx.gpu->widened_numbers = ctx.kv_fp8 ? widened_numbers(c, (size_t)pages) : 0;
+    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
+    Optional::plan(ctx, arena, c, rows);
+}
+#endif
+
+// ================================================================================================ 12 Sampler and graph
+// From logits to tokens: Book I's `sample`, the same draws bit for bit, since probabilities are integers and every
+// float step is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch lie in
+// the GPU's memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+// A larger key is likelier: the logit, then the lower id.
+__device__ inline unsigned long long draw_key(float logit, int id) {
+    const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
+    return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
+}
+__device__ inline float logit_of(unsigned long long key) {
+    const uint32_t u = (uint32_t)(key >> 32);
+    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
+}
+
+// The drawn token becomes the next step's batch, is counted and kept, and goes to the host.
+__device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
+    const int pos = state.pos[row] + 1, page = pos / PAGE, seq = state.seq[row];
+    state.token[row] = answer;
+    state.pos[row] = pos;
+    if (page < state.max_pages)
+        state.slot[row] = state.pages[(size_t)seq * state.max_pages + page] * PAGE + pos % PAGE;
+    if (state.seen) state.seen[seq * V + answer]++;
+    if (state.last) state.last[seq] = answer;
+    if (state.ring) state.ring[(size_t)row * state.ring_size + pos % state.ring_size] = answer + 1;
+}
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
+
+// ---- The head's product: logits with the penalties, and the likeliest id of each block's rows. `best` has room for
+// BEST_BLOCKS blocks, and sample_kernel has a thread for each of them: MOST_BLOCKS holds stream_product to that.
+struct DrawEpilogue : Epilogue {
+    static constexpr int MOST_BLOCKS = BEST_BLOCKS;
+    float* out;                // (R,V)
+    size_t V;
+    const Draw* draw;          // (R)
+    const uint32_t* seen;      // (R,V), or null: no penalties
+    unsigned long long* best;  // (R, BEST_BLOCKS)
+    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
+        : out(out), V(V), draw(draw), seen(seen), best(best) {}
+    __device__ static unsigned long long* shared_best() {
+        __shared__ unsigned long long best[STREAM_TOKENS];
+        return best;
+    }
+    __device__ void begin() {
+        if (threadIdx.x < STREAM_TOKENS) shared_best()[threadIdx.x] = 0; // a barrier comes before its first use
+    }
+    __device__ void one(bool inside, int n, int r, float y, float) {
+        unsigned long long key = 0;
+        if (inside) {
+            const Sampling& how = draw[n].how;
+            const uint32_t s = seen ? seen[n * V + r] : 0;
+            out[n * V + r] = y = penalized(y, how, s);
+            if (r < draw[n].exist) key = draw_key(usable(y), r);
+        }
+        for (int other = 1; other < 8; other *= 2) key = max(key, __shfl_xor_sync(~0u, key, other));
+        if (threadIdx.x % 8 == 0 && key) atomicMax(shared_best() + n, key);
+    }
+    __device__ void end(int N) {
+        __syncthreads();
+        if (threadIdx.x < N) best[threadIdx.x * BEST_BLOCKS + blockIdx.x] = shared_best()[threadIdx.x];
+    }
+};
+#if COMPILED(PART_DRAW_HEAD)
+RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uint32_t* seen, unsigned long long* best,
+                        const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
+    const DrawEpilogue epilogue{logits, (size_t)W.out(), draw, seen, best};
+    if (const RowsDealt dealt = Optional::few(ctx, epilogue, x, rows, W, R); dealt.blocks) return dealt;
+    return stream_product(ctx, StreamArgs{x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
+}
+#endif
+
+#if COMPILED(PART_DRAWS)
+// The sum over the threads before this one.
+__device__ inline unsigned long long block_sum_before(unsigned long long x) {
+    __shared__ unsigned long long parts[32];
+    unsigned long long sum = x;
+    for (int lane = 1; lane < 32; lane *= 2) {
+        const unsigned long long other = __shfl_up_sync(~0u, sum, lane);
+        if ((int)threadIdx.x % 32 >= lane) sum += other;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = sum;
+    __syncthreads();
+    for (int w = 0; w < (int)threadIdx.x / 32; w++) sum += parts[w];
+    return sum - x;
+}
+
+// ---- sample_kernel: Book I's `sample`, and the next step's batch
+// A block of 1024 threads owns a row of logits, a thread every 1024th id; 29 KB of shared memory. The likeliest ids go
+// to a list in shared memory, in which all is decided by comparing everyone with everyone. Which are the likeliest:
+// with top-k those from the k-th of the likeliest ids of disjoint groups on, at least k and hardly more: where the
+// groups are those of the head's blocks, they are in the few blocks whose likeliest is among them. Else as many as the
+// list holds, by bins of their exponents. If what may be drawn is more than the list holds (flat distributions without
+// top-k), the least key that is kept is found by bisection over all ids instead, a pass for each bit. Bound by what one
+// multiprocessor reads from the L2 cache: 5 us a pass over 151,936 logits.
+inline constexpr int DRAW_THREADS = 1024;
+inline constexpr int LIST = DRAW_THREADS; // a thread an entry
+inline constexpr int BINS = 2048;         // of 1/64 of the exponent
+inline constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
+
+struct DrawList {
+    unsigned long long keys[LIST], weights[LIST];
+    unsigned long long groups[DRAW_GROUPS]; // the largest key of each
+    unsigned long long top, least;     // the largest key of all; the k-th of the groups', 0: there are fewer
+    uint16_t blocks[BEST_BLOCKS];      // of the head's, those that have ids from `least` on
+    uint32_t bins[BINS];     // how many ids each has
+    int count, cut;          // entries; bins that go to the list
+    int block_count;
+    int answer;              // the id that is drawn
+};
+
+// One row of logits and how to sample from it.
+struct DrawRow {
+    const float* logits;
+    const int exist;
+    const Sampling how;
+    float top = 0; // the largest logit, once it is known
+    __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
+    __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
+    __device__ float exponent(float logit) const { return (logit - top) / how.temperature; }
+    // f(id, its logit) for this thread's ids, with eight loads on their way at once.
+    template <class F> __device__ __forceinline__ void each(F f) const {
+        constexpr int LOADS = 8;
+        for (int first = threadIdx.x; first < exist; first += LOADS * DRAW_THREADS) {
+            float x[LOADS];
+            GPU_UNROLL
+            for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
+            GPU_UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS)
+                if (id < exist) f(id, usable(x[i]));
+        }
+    }
+    // The same for the ids of list.blocks, of which a warp has one at a time, and a lane four neighbours.
+    template <class F>
+    __device__ __forceinline__ void each_of(const DrawList& list, const RowsDealt& dealt, F f) const {
+        constexpr int LOADS = 3;
+        const int fours = dealt.rows / 4;
+        for (int b = threadIdx.x / 32; b < list.block_count; b += DRAW_THREADS / 32) {
+            const int first = (list.blocks[b] + dealt.blocks - dealt.shift) % dealt.blocks;
+            auto id_of = [&](int i) { return (first + i / fours * dealt.blocks) * dealt.rows + i % fours * 4; };
+            for (int i = threadIdx.x % 32; id_of(i) < exist; i += LOADS * 32) {
+                float4 x[LOADS];
+                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
+                    const int id = id_of(i + l * 32);
+                    x[l] = id < exist ? *(const float4*)(logits + id) : float4{};
+                }
+                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
+                    const int id = id_of(i + l * 32);
+                    const float four[4] = {x[l].x, x[l].y, x[l].z, x[l].w};
+                    GPU_UNROLL for (int j = 0; j < 4; j++) if (id + j < exist) f(id + j, usable(four[j]));
+                }
+            }
+        }
+    }
+    __device__ static unsigned long long weight(float exponent) { // e^-28 is below a step
+        return exponent < -28.f ? 0ull : (unsigned long long)(exp_exact(exponent) * WEIGHT_ONE);
+    }
+    __device__ static int bin(float exponent) { return min(BINS - 1, (int)(exponent * -64)); }
+};
+
+// The largest key, to list.top, and of each group: out of the head's blocks' (`best`), if they looked for it, else out
+// of all logits. Returns the largest key that this thread saw: its block's, or of its ids.
+__device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, const DrawRow& row,
+                                                             const unsigned long long* best, int blocks) {
+    unsigned long long mine = 0;
+    if (best) {
+        if ((int)threadIdx.x < blocks) mine = best[threadIdx.x];
+    } else {
+        row.each([&](int id, float logit) { mine = max(mine, draw_key(logit, id)); });
+    }
+    unsigned long long most = mine;
+    if (most) atomicMax(&list.groups[threadIdx.x % DRAW_GROUPS], most);
+    for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
+    if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
+    __syncthreads();
+    return mine;
+}
+
+// For top-k: the ids from list.least on to the list, in any order, their weight to `listed`. False: there are fewer
+// groups than k, or more ids than the list holds. Weights fall with keys: if the list gets fewer than k ids then no
+// other id has a weight. dealt: to the head's blocks, of which this thread's has `mine`; or to none.
+__device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, const RowsDealt& dealt,
+                                              unsigned long long mine, unsigned long long& listed) {
+    const int groups = dealt.blocks ? min(DRAW_GROUPS, dealt.blocks) : DRAW_GROUPS;
+    if ((int)threadIdx.x < groups) {
+        const unsigned long long own = list.groups[threadIdx.x];
+        int rank = 0;
+        for (int other = 0; other < groups; other++) rank += list.groups[other] > own;
+        if (own && rank == row.k() - 1) list.least = own;
+    }
+    __syncthreads();
+    if (!list.least) return false;
+    if (dealt.blocks) {
+        if (mine >= list.least) list.blocks[atomicAdd(&list.block_count, 1)] = (uint16_t)threadIdx.x;
+        __syncthreads();
+    }
+    const float floor = logit_of(list.least);
+    unsigned long long sum = 0;
+    const auto take = [&](int id, float logit) {
+        if (logit < floor || draw_key(logit, id) < list.least) return;
+        const unsigned long long w = row.weight(row.exponent(logit));
+        if (!w) return;
+        const int at = atomicAdd(&list.count, 1);
+        if (at < LIST) list.keys[at] = draw_key(logit, id), list.weights[at] = w;
+        sum += w;
+    };
+    if (dealt.blocks) row.each_of(list, dealt, take);
+    else row.each(take);
+    listed = block_sum(sum);
+    __syncthreads();
+    const bool fits = list.count <= LIST;
+    __syncthreads(); // all have read it
+    if (!fits && threadIdx.x == 0) list.count = 0;
+    return fits;
+}
+
+// Counts the ids of each bin; the first `cut` bins, as many as the list holds or top-k needs, will go to the list.
+// Returns the sum of all weights.
+__device__ __forceinline__ unsigned long long count_bins(DrawList& list, const DrawRow& row) {
+    unsigned long long all = 0;
+    row.each([&](int, float logit) {
+        const float x = row.exponent(logit);
+        const unsigned long long w = row.weight(x);
+        all += w;
+        if (w) atomicAdd(&list.bins[row.bin(x)], 1u);
+    });
+    all = block_sum(all);
+    __syncthreads();
+    const unsigned enough = min(row.k(), LIST + 1);
+    constexpr int EACH = BINS / DRAW_THREADS;
+    unsigned own = 0;
+    for (int i = 0; i < EACH; i++) own += list.bins[threadIdx.x * EACH + i];
+    unsigned before = (unsigned)block_sum_before(own);
+    for (int i = 0, bin = threadIdx.x * EACH; i < EACH; i++, bin++) {
+        if (before >= enough || before + list.bins[bin] > LIST) atomicMin(&list.cut, bin);
+        before += list.bins[bin];
+    }
+    __syncthreads();
+    return all;
+}
+
+// Their ids to the list, in any order. Returns the sum of their weights.
+__device__ __forceinline__ unsigned long long fill_list(DrawList& list, const DrawRow& row) {
+    unsigned long long sum = 0;
+    row.each([&](int id, float logit) {
+        const float x = row.exponent(logit);
+        const unsigned long long w = row.weight(x);
+        if (!w || row.bin(x) >= list.cut) return;
+        const int at = atomicAdd(&list.count, 1);
+        list.keys[at] = draw_key(logit, id), list.weights[at] = w;
+        sum += w;
+    });
+    sum = block_sum(sum);
+    __syncthreads();
+    return sum;
+}
+
+// Draws from the list, a thread an entry: its rank and the weight of all likelier ones decide whether it is kept, the
+// weight of the kept ones with lower ids whether it is drawn. `all`: the weight of all ids, listed or not.
+__device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& row, unsigned long long all,
+                                               uint64_t random) {
+    const Sampling& how = row.how;
+    const int i = threadIdx.x, n = list.count, k = row.k();
+    const unsigned long long key = i < n ? list.keys[i] : 0, mine = i < n ? list.weights[i] : 0;
+    int rank = 0;
+    unsigned long long before = 0;
+    for (int j = 0; i < n && j < n; j++)
+        if (list.keys[j] > key) rank++, before += list.weights[j];
+    bool kept = i < n && rank < k;
+    const unsigned long long total = n >= k ? block_sum(kept ? mine : 0) : all; // after top-k
+    if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
+    if (how.min_p > 0) kept = kept && (double)mine >= (double)how.min_p * WEIGHT_ONE;
+    const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(random, left);
+    if (!kept && i < n) list.weights[i] = 0;
+    __syncthreads();
+    unsigned long long lower = 0;
+    for (int j = 0; kept && j < n; j++)
+        if ((uint32_t)list.keys[j] > (uint32_t)key) lower += list.weights[j]; // ids are inverted in keys
+    if (kept && lower <= r && r < lower + mine) list.answer = (int)~(uint32_t)key;
+}
+
+// How many ids have keys from `least` on, or (!count) their weight.
+__device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsigned long long least, bool count) {
+    unsigned long long sum = 0;
+    row.each([&](int id, float logit) {
+        const unsigned long long w = row.weight(row.exponent(logit));
+        if (w && draw_key(logit, id) >= least) sum += count ? 1 : w;
+    });
+    return block_sum(sum);
+}
+
+// The least key that top-k and then top-p keep: the largest that is enough, found bit by bit, from the highest down.
+__device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, unsigned long long top) {
+    unsigned long long least = 0;
+    if (row.how.top_k > 0)
+        for (int bit = 63; bit >= 0; bit--)
+            if (sum_from(row, least | 1ull << bit, true) >= (unsigned long long)row.k()) least |= 1ull << bit;
+    if (row.how.top_p < 1) {
+        const double need = (double)row.how.top_p * (double)sum_from(row, least, false);
+        unsigned long long found = 0;
+        for (int bit = 63; bit >= 0; bit--)
+            if ((double)sum_from(row, found | 1ull << bit, false) >= need) found |= 1ull << bit;
+        least = max(least, min(found, top));
+    }
+    return least;
+}
+
+// Draws from all ids: those from `least` on, in order, a range of neighbours a thread.
+__device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row, uint64_t random) {
+    const unsigned long long least = least_kept(row, list.top);
+    const double floor_weight = (double)row.how.min_p * WEIGHT_ONE;
+    auto kept = [&](int id) {
+        const float logit = usable(row.logits[id]);
+        const unsigned long long w = row.weight(row.exponent(logit));
+        return draw_key(logit, id) >= least && (row.how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
+    };
+    const int each = (row.exist + DRAW_THREADS - 1) / DRAW_THREADS;
+    const int from = min(row.exist, (int)threadIdx.x * each), to = min(row.exist, from + each);
+    unsigned long long sum = 0;
+    for (int id = from; id < to; id++) sum += kept(id);
+    const unsigned long long r = __umul64hi(random, block_sum(sum));
+    unsigned long long lower = block_sum_before(sum);
+    if (lower <= r && r < lower + sum)
+        for (int id = from; id < to; id++) {
+            const unsigned long long w = kept(id);
+            if (r < lower + w) { list.answer = id; break; }
+            lower += w;
+        }
+}
+
+// sample: see above.
+__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
+sample_kernel(const float* all_logits,        // (R,V)
+              size_t V, const Draw* draws,    // (R)
+              const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
+              RowsDealt dealt,                // ... to which its rows were dealt; V and `rows`: multiples of 4
+              DrawState state) {
+    __shared__ DrawList list;
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, i = threadIdx.x;
+    if (state.seq[r] < 0) return;
+    DrawRow row(all_logits + r * V, draws[r]);
+    const Sampling& how = row.how;
+    for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
+    if (i < DRAW_GROUPS) list.groups[i] = 0;
+    if (i == 0) list.top = list.least = 0, list.count = list.block_count = 0, list.cut = BINS;
+    __syncthreads();
+    const unsigned long long mine = find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, dealt.blocks);
+    const int likeliest = (int)~(uint32_t)list.top;
+    if (i == 0) list.answer = likeliest;
+    if (how.temperature != 0 && row.exist > 1) {
+        row.top = logit_of(list.top);
+        const Philox bits = philox(how.seed, (uint64_t)state.pos[r] + 1, STREAM_SAMPLE);
+        const uint64_t random = (uint64_t)bits.v[1] << 32 | bits.v[0];
+        unsigned long long all, listed;
+        bool within = how.top_k > 0 && list_from_kth(list, row, dealt, mine, listed);
+        if (within) all = listed;
+        else {
+            all = count_bins(list, row), listed = fill_list(list, row);
+            // Nothing that may be drawn is missing from the list: top-k or top-p cuts within it, or it has all.
+            const bool top_p_within =
+                how.top_k <= 0 && how.top_p < 1 && (double)listed >= (double)how.top_p * (double)all;
+            within = list.count >= row.k() || listed == all || top_p_within;
+        }
+        if (within) draw_from_list(list, row, all, random);
+        else draw_from_all(list, row, random);
+    }
+    __syncthreads();
+    if (i == 0) publish(state, r, V, list.answer);
+}
+
+void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const Draw* draws,
+                const unsigned long long* best, const RowsDealt& dealt, const DrawState& state, int R) {
+    launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
+                  dealt, state);
+}
+
+// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread
+// whose id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no
+// list can overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
+likeliest_kernel(Likeliest* out,                        // (R)
+                 const float* all_logits,               // (R,V)
+                 size_t V, int exist, const int* seq,   // (R) -1: a spare row
+                 const int* wanted) {                   // by seq: how many ids; -1: the row is left alone
+    __shared__ unsigned long long tops[DRAW_THREADS / 32];
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (seq[r] < 0 || wanted[seq[r]] < 0) return;
+    const float* logits = all_logits + r * V;
+    auto key = [&](int id) { return draw_key(usable(logits[id]), id); };
+    auto largest = [](unsigned long long x) {
+        for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
+        return x;
+    };
+    auto largest_of_all = [&](unsigned long long x) { // for all threads
+        x = largest(x);
+        if (lane == 0) tops[warp] = x;
+        __syncthreads();
+        x = largest(tops[lane]);
+        __syncthreads(); // before `tops` is written again
+        return x;
+    };
+    unsigned long long own = 0; // the likeliest of this thread's ids that have not been taken; 0: all have
+    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) own = max(own, key(id));
+    unsigned long long best = largest_of_all(own);
+    const float top = usable(logits[~(uint32_t)best]);
+    float sum = 0;
+    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) sum += expf(usable(logits[id]) - top);
+    sum = block_sum(sum);
+    const int count = min(min(wanted[seq[r]], MAX_LIKELIEST), exist);
+    if (threadIdx.x == 0) out[r].log_sum = top + logf(sum), out[r].count = count;
+    for (int i = 0; i < count; i++) {
+        if (i > 0) best = largest_of_all(own);
+        const int id = (int)~(uint32_t)best, owner = id % DRAW_THREADS;
+        if (threadIdx.x == 0) out[r].id[i] = id, out[r].logit[i] = usable(logits[id]);
+        if (owner / 32 != warp) continue;
+        unsigned long long next = 0;
+        for (int other = owner + lane * DRAW_THREADS; other < exist; other += 32 * DRAW_THREADS)
+            if (key(other) < best) next = max(next, key(other));
+        next = largest(next);
+        if (lane == owner % 32) own = next;
+    }
+}
+void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
+                          const int* wanted, int R) {
+    if (exist < 1 || (size_t)exist > V) DIE("likeliest: %d ids of %zu", exist, V);
+    launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
+}
+#endif
+
+// ========================================================================================================= 13 Backward
+// In the order of Book I's backward ops. dx = dy W, dW = dy^T x and the head's products are tile_product's, in other
+// layouts and with epilogues of their own.
+
+// ---- head_loss. The epilogue leaves parts of a softmax for cross_entropy_kernel, and the weights.
+struct LossEpilogue : Epilogue {
+    static constexpr bool PARTS = true;
+    bf16* weights;      // (R,ld), or null
+    float2* parts;      // (R,pieces)
+    float* right;       // (R)
+    const int* target;  // (R)
+    const float* since; // (R)
+    const int* again;   // null: the first time
+    size_t ld, pieces;
+    int first; // of the head's rows
+    __device__ bool skipped() const {
+        if (again) wait_for_previous();
+        return again && !*again;
+    }
+    __device__ float from(int n) const { return again ? since[n] : 0; }
+    __device__ void part(int n, int piece, float largest, float sum) { parts[n * pieces + piece] = {largest, sum}; }
+    __device__ int chosen_row(int n) const { return target[n] - first; }
+    __device__ void chosen(int n, float y) { right[n] = y; }
+    static constexpr int OUTPUTS = 1;
+    BOTH Output<bf16> output(int) const { return {weights, ld}; }
+    template <class Put> __device__ void values(const float4& y, const float4&, Put put) { put(0, y); }
+    __device__ void four(int n, int r, const float4& y, const float4& second) { put_values(*this, n, r, y, second); }
+};
+
+#if COMPILED(PART_LOSS)
+// ---- cross_entropy. A block of 256 threads a row; a thread owns every 256th part. Bound by latency. Of each 64 logits
+// of it `parts` has the largest, and the sum of w = e^(logit - from), which `weights` (R,V) holds, or is null; loss[r]
+// was the target's logit. The row's gradient is factor (w, less their sum at the target), so that one of its weights
+// changes. `from` is zero at first: if w of some row might leave what a float holds, all rows are asked for `again`,
+// this one's from its largest logit on.
+__global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
+                                                            int* again, const float2* parts, int pieces,
+                                                            const int* target, float scale, const float* by, int V,
+                                                            bool second) {
+    __shared__ float tops[8], sums[8];
+    let_next_start();
+    wait_for_previous();
+    if (second && !*again) return;
+    const int r = blockIdx.x, warp = threadIdx.x / 32;
+    parts += (size_t)r * pieces;
+    float top = -1e30f, sum = 0;
+    for (int i = threadIdx.x; i < pieces; i += 256) top = fmaxf(top, parts[i].x), sum += parts[i].y;
+    sum = warp_sum(sum);
+    for (int lane = 16; lane; lane /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
+    if (threadIdx.x % 32 == 0) tops[warp] = top, sums[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int w = 1; w < 8; w++) top = fmaxf(top, tops[w]), sum += sums[w];
+    const float since = second ? from[r] : 0, right = loss[r];
+    if (!second) {
+        const bool far = !(fabsf(top) < 60); // (e^60 = 1e26)
+        from[r] = far ? top : 0;
+        if (far) *again = 1;
+    }
+    loss[r] = logf(sum) + since - right;
+    if (!weights) return;
+    factor[r] = (by ? scale * by[r] : scale) / sum;
+    weights[(size_t)r * V + target[r]] = round_bf16(exp2_fast((right - since) * LOG2E) - sum);
+}
+
+// ---- add_losses. One block of 1,024 threads, a thread every 1,024th loss. Bound by latency.
+__global__ void __launch_bounds__(1024) add_losses_kernel(double* total, const float* loss, int R) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (int r = threadIdx.x; r < R; r += 1024) sum += loss[r];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *total += sum;
+}
+void add_losses_gpu(Context& ctx, double* total, const float* loss, int R) {
+    launch(ctx, add_losses_kernel, 1, 1024, 0, total, loss, R);
+}
+
+// ---- scale_rows. A block of 256 threads a row, a thread every 256th number. Bound by memory bandwidth.
+__global__ void __launch_bounds__(256) scale_rows_kernel(bf16* x, size_t ld, const float* by, int n) {
+    let_next_start();
+    wait_for_previous();
+    bf16* row = x + blockIdx.x * ld;
+    const float scale = by[blockIdx.x];
+    for (int i = threadIdx.x; i < n; i += 256) row[i] = round_bf16(to_acc(row[i]) * scale);
+}
+void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n) {
+    launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
+}
+
+// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; their weights in the
+// softmax do, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of `logits`.
+void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
+                          float* parts, const bf16* x, const int* rows, const int* target, float scale,
+                          const float* by, const Linear<bf16>& W, int R) {
+    const int V = W.out(), pieces = (V + 63) / 64;
+    float2* const of_64 = (float2*)parts;
+    float* const from = parts + (size_t)R * pieces * 2;
+    int* const again = (int*)from + R;
+    bf16* const weights = dlogits ? (bf16*)logits : nullptr;
+    clear(ctx, again, 1);
+    pick_rows_gpu(ctx, picked, x, rows, R, W.in);
+    for (bool second : {false, true}) {
+        Optional::parts(ctx, W, false, [&](int first, int count, const bf16* part) {
+            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, target,
+                                           from, second ? again : nullptr, (size_t)V, (size_t)pieces, first};
+            const TileArgs p = {picked, part, R, W.in, count};
+            if (!Optional::tiles<false, false>(ctx, p, epilogue)) launch_tiles<Tile128x128>(ctx, p, epilogue);
+        });
+        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
+               by, V, second);
+    }
+}
+#endif
+
+// ---- head_backward: the gradient of row n of the picked ones goes to row rows[n].
+struct ScatterEpilogue : Epilogue {
+    bf16* out;           // (., C)
+    const float* factor; // (R)
+    const int* rows;     // (R)
+    size_t C;
+    ScatterEpilogue(bf16* out, const float* factor, const int* rows, size_t C)
+        : out(out), factor(factor), rows(rows), C(C) {}
+    __device__ void four(int n, int c, const float4& y, const float4&) {
+        const float by = factor[n];
+        store_four(out + rows[n] * C + c, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
+    }
+};
+
+#if COMPILED(PART_LOSS)
+void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+                              const int* rows, const Linear<bf16>& W, int R) {
+    Optional::parts(ctx, W, true, [&](int first, int count, const bf16* weights) {
+        TileArgs p = {dlogits, weights, R, W.out(), count};
+        p.ldx = (int)ld;
+        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, factor, rows, W.in));
+    });
+}
+#endif
+
+#if COMPILED(PART_NORMS_BACKWARD)
+// ---- rmsnorm_backward. A block of 128 threads has a token; or with DW every so many, and adds up its part of dw in
+// shared memory (C floats), where each thread has its own columns, for `partial` (blocks, C). Bound by memory
+// bandwidth.
+inline constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
+template <bool DW>
+__global__ void __launch_bounds__(128, NORM_BLOCKS)
+rmsnorm_backward_kernel(float* dx, bf16* dy, bf16* normed, float* partial, const bf16* dout, const float* x,
+                        const bf16* w, int N, int C, float eps) {
+    extern __shared__ float dw[]; // (C)
+    __shared__ float parts[2][2][4];
+    let_next_start();
+    wait_for_previous();
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512) *(float4*)(dw + i) = {};
+    for (int n = blockIdx.x, turn = 0; n < N; n += DW ? gridDim.x : N, turn ^= 1) {
+        const size_t at = (size_t)n * C;
+        float squares = 0, mixed = 0;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w;
+            mixed += a.x * low(b.x) * low(d.x) + a.y * high(b.x) * high(d.x) +
+                     a.z * low(b.y) * low(d.y) + a.w * high(b.y) * high(d.y);
+        }
+        squares = warp_sum(squares), mixed = warp_sum(mixed);
+        float(&part)[2][4] = parts[turn];
+        if (threadIdx.x % 32 == 0) part[0][threadIdx.x / 32] = squares, part[1][threadIdx.x / 32] = mixed;
+        __syncthreads();
+        squares = part[0][0] + part[0][1] + part[0][2] + part[0][3];
+        mixed = part[1][0] + part[1][1] + part[1][2] + part[1][3];
+        const float r = 1 / sqrtf(squares / C + eps), mean = mixed * r * r * r / C;
+        for (int i = threadIdx.x * 4; i < C; i += 512) {
+            const float4 a = *(const float4*)(x + at + i);
+            const uint2 b = *(const uint2*)(w + i), d = *(const uint2*)(dout + at + i);
+            float4 g = *(const float4*)(dx + at + i);
+            g.x += r * low(b.x) * low(d.x) - a.x * mean, g.y += r * high(b.x) * high(d.x) - a.y * mean;
+            g.z += r * low(b.y) * low(d.y) - a.z * mean, g.w += r * high(b.y) * high(d.y) - a.w * mean;
+            *(float4*)(dx + at + i) = g;
+            if (dy) *(uint2*)(dy + at + i) = make_uint2(pack(g.x, g.y), pack(g.z, g.w));
+            if (normed)
+                *(uint2*)(normed + at + i) = make_uint2(pack(a.x * r * low(b.x), a.y * r * high(b.x)),
+                                                        pack(a.z * r * low(b.y), a.w * r * high(b.y)));
+            if (!DW) continue;
+            float4 sum = *(const float4*)(dw + i);
+            sum.x += low(d.x) * a.x * r, sum.y += high(d.x) * a.y * r;
+            sum.z += low(d.y) * a.z * r, sum.w += high(d.y) * a.w * r;
+            *(float4*)(dw + i) = sum;
+        }
+    }
+    for (int i = threadIdx.x * 4; DW && i < C; i += 512)
+        *(float4*)(partial + (size_t)blockIdx.x * C + i) = *(const float4*)(dw + i);
+}
+// dw[i] += the sums of the blocks, in order. A block of 1,024 threads has 32 columns, a warp every 32nd row. Bound by
+// latency.
+__global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const float* partial, int rows, int C) {
+    __shared__ float sums[32][32];
+    let_next_start();
+    wait_for_previous();
+    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
+    float sum = 0;
+    #pragma unroll 8
+    for (int row = warp; row < rows; row += 32) sum += column < C ? partial[(size_t)row * C + column] : 0;
+    sums[warp][threadIdx.x % 32] = sum;
+    __syncthreads();
+    if (warp || column >= C) return;
+    for (int other = 1; other < 32; other++) sum += sums[other][threadIdx.x];
+    dw[column] += sum;
+}
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
+                                 const float* x, const bf16* w, int N, int C, float eps) {
+    float* const partial = ctx.gpu->partial;
+    if (!dw)
+        return launch(ctx, rmsnorm_backward_kernel<false>, N, 128, 0, dx, dy, normed, partial, dout, x, w, N, C, eps);
+    const int most = (int)(PARTIAL_BYTES / (C * sizeof(float)));
+    const int blocks = std::min({N, NORM_BLOCKS * ctx.gpu->sms, most});
+    launch(ctx, rmsnorm_backward_kernel<true>, blocks, 128, C * sizeof(float), dx, dy, normed, partial, dout, x, w, N,
+           C, eps);
+    launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
+}
+#endif
+
+// ---- linear_backward_input.
+struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
+    static constexpr bool MASKS = true;
+    DropoutMasks masks;
+    int rank;
+    float scale;
+    DropEpilogue(bf16* out, size_t ld, const DropoutMasks& masks, int rank, float scale)
+        : StoreEpilogue(out, ld), masks(masks), rank(rank), scale(scale) {}
+};
+
+struct LoraUpEpilogue : Epilogue { // linear_backward_input: dB += s y, in the rows and columns that belong together
+    static constexpr bool ADDS = true;
+    float* dB; // (out, m * rank)
+    float s;
+    int rank, columns, first[3], last[3]; // rows of module j
+    LoraUpEpilogue(float* dB, const Linear<bf16>& W)
+        : dB(dB), s(W.adapter.s), rank(W.adapter.rank), columns((int)W.adapter.width()), first(), last() {
+        for (int j = 0; j < W.adapter.modules; j++) {
+            const int block = W.adapter.block[j];
+            first[j] = W.first_row(block), last[j] = first[j] + W.rows[block];
+        }
+    }
+    __device__ bool own(int r, int c) const { return r >= first[c / rank] && r < last[c / rank]; }
+    __device__ float4 old_four(int r, int c) const {
+        return own(r, c) ? *(const float4*)(dB + (size_t)r * columns + c) : float4{};
+    }
+    __device__ void four(int r, int c, const float4& y, const float4& old) {
+        if (!own(r, c)) return;
+        const float4 sum = {old.x + s * y.x, old.y + s * y.y, old.z + s * y.z, old.w + s * y.w};
+        store_four(dB + (size_t)r * columns + c, sum);
+    }
+};
+// dh and dB of an adapter. `scratch` has as many numbers as dx.
+void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
+#if COMPILED(PART_LORA_UP)
+void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N) {
+    if (Optional::lora_up(ctx, dh, dB, scratch, dy, W, N)) return;
+    const Adapter<bf16>& a = W.adapter;
+    const int width = (int)a.width(), out = W.out();
+    tile_product<false, true>(ctx, {dy, a.B, N, out, width}, StoreEpilogue<bf16>(dh, width));
+    tile_product<true, true>(ctx, {dy, a.h, out, N, width}, LoraUpEpilogue(dB, W));
+}
+#endif
+
+// dx = dy W and the adapter's part, whose dh and A are further columns of dy and W; the epilogue drops, or does not.
+template <class Drop, class Store>
+void input_product(Context& ctx, bf16* dh, const bf16* dy, const Linear<bf16>& W, const LoraArgs& lora, Drop drop,
+                   Store store) {
+    Optional::weights(ctx, W, [&](const bf16* weights) {
+        TileArgs p = {dy, weights, lora.N, W.out(), W.in};
+        if (lora.width()) p.more_x = dh, p.more_W = W.adapter.A, p.more = lora.width(), p.more_last = lora.dropping;
+        if (lora.dropping) tile_product<false, true>(ctx, p, drop);
+        else tile_product<false, true>(ctx, p, store);
+    });
+}
+#if COMPILED(PART_BACKWARD_LINEAR)
+void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy,
+                                      const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    if (lora.width()) lora_up_backward(ctx, dh, dB, dx, dy, W, N);
+    input_product(ctx, dh, dy, W, lora, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale),
+                  StoreEpilogue<bf16>(dx, W.in));
+}
+#endif
+
+// ---- linear_backward_weight.
+#if COMPILED(PART_WEIGHT)
+// dW of training, and X^T X of GPTQ (model/quantize.h).
+void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
+                                int in) {
+    TileArgs p = {dy, x, out, N, in}, transposed = {x, dy, in, N, out};
+    p.ldx = transposed.ldw = (int)ld;
+    if (!Optional::weight_gradient(ctx, dW, p, transposed)) tile_product<true, true>(ctx, p, AddEpilogue(dW, dW, in));
+}
+#endif
+
+#if COMPILED(PART_LORA)
+// ---- lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
+// tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
+// pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
+// module. lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile
+// would take longer, alone). Bound by the memory's speed.
+template <int GROUPS> struct LoraWeightShape {
+    static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
+    static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
+    static constexpr int KEPT_BYTES = 2 * 64 * 8;              // of a module: two columns of 64 words
+    static constexpr int H_AT = X_BYTES, KEPT_AT = H_AT + 64 * H_ROW;
+    static constexpr int STAGE_BYTES = KEPT_AT + GROUPS * KEPT_BYTES;
+    static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES, TILE_BYTES = GROUPS * 32 * 128 * sizeof(float);
+};
+// Two neighbours of fragment f of a thread's sums, f = 4 group + 2 (16 rows) + (8 columns), are added to dA.
+__device__ __forceinline__ void add_to_dA(float* dA, const LoraArgs& p, int first, int c0, int f, int thread, int half,
+                                          float2 sum) {
+    const int j = p.module_of(first + f / 4), g = thread % 32 / 4, t = thread % 4;
+    const int r = p.first_row(first + f / 4) + f / 2 % 2 * 16 + half * 8 + g;
+    const int c = c0 + thread / 32 * 16 + f % 2 * 8 + 2 * t;
+    if (j >= p.modules || r >= p.rank || c >= p.in) return;
+    float2* to = (float2*)(dA + (size_t)(j * p.rank + r) * p.in + c);
+    const float2 old = *to;
+    *to = make_float2(fmaf(p.scale, sum.x, old.x), fmaf(p.scale, sum.y, old.y));
+}
+template <int GROUPS>
+__global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf16* dh, const bf16* x, LoraArgs p,
+                                                             float* partial) {
+    using S = LoraWeightShape<GROUPS>;
+    extern __shared__ __align__(128) uint4 memory[];
+    const uint32_t shared = shared_address(memory);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int first = blockIdx.y * GROUPS, c0 = blockIdx.x * 128;
+    const int share = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, begin = blockIdx.z * share;
+    const int end = min(p.N, begin + share), steps = (end - begin + 63) / 64;
+    const auto copy = [&](int step) {
+        const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
+        const int n0 = begin + step * 64;
+        #pragma unroll
+        for (int k = 0; k < 64; k += 16) {
+            const int row = threadIdx.x / 16 + k, chunk = threadIdx.x % 16, c = c0 + chunk * 8;
+            copy_async(stage + row * 256 + ((chunk ^ row % 8) << 4), x + (size_t)(n0 + row) * p.in + c,
+                       n0 + row < end && c < p.in);
+        }
+        const int row = threadIdx.x / 4, chunk = threadIdx.x % 4;
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            const int j = p.module_of(first + k), r = p.first_row(first + k) + chunk * 8;
+            copy_async(stage + S::H_AT + row * S::H_ROW + k * 64 + chunk * 16,
+                       dh + (size_t)(n0 + row) * p.width() + j * p.rank + r,
+                       n0 + row < end && j < p.modules && r < p.rank);
+            if (!p.dropping || threadIdx.x >= 128) continue;
+            const int i64 = c0 / 64 + threadIdx.x / 64, n = n0 + threadIdx.x % 64; // (two words: N may be odd)
+            copy_few_async<8>(stage + S::KEPT_AT + k * S::KEPT_BYTES + threadIdx.x * 8, p.kept.at(j, i64, n),
+                         n < end && j < p.modules && i64 < p.kept.sixty_fours);
+        }
+        commit_copies();
+    };
+    wait_for_previous();
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++)
+        if (s < steps) copy(s);
+        else commit_copies();
+    float sum[GROUPS * 2][2][4] = {};
+    for (int step = 0; step < steps; step++) {
+        wait_for_copies<S::STAGES - 2>();
+        __syncthreads();
+        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
+        else commit_copies();
+        const int at = step % S::STAGES * S::STAGE_BYTES;
+        const uint32_t x_at = shared + at, h_at = x_at + S::H_AT;
+        // Lane 16 c + 4 i + t fetches the masks of tokens 16 i + 2 t + {0, 1, 8, 9} and of the warp's eight columns c.
+        uint32_t kept[GROUPS];
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++) {
+            kept[k] = ~0u;
+            if (!p.dropping) continue;
+            const uint8_t* bytes = (const uint8_t*)memory + at + S::KEPT_AT + k * S::KEPT_BYTES + warp / 4 * 64 * 8 +
+                                   (lane / 4 % 4 * 16 + t * 2) * 8 + warp % 4 * 2 + lane / 16;
+            kept[k] = bytes[0] | bytes[8] << 8 | bytes[64] << 16 | (uint32_t)bytes[72] << 24;
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) { // 16 tokens
+            uint32_t b[4];            // tokens 2 t .., 2 t + 8 .. by eight columns, and by the next eight
+            const int row = i * 16 + lane % 16, chunk = warp * 2 + lane / 16;
+            ldmatrix_transposed(b, x_at + row * 256 + ((chunk ^ row % 8) << 4));
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++) {
+                uint32_t y[4];
+                #pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const uint32_t top = __shfl_sync(~0u, kept[k], c * 16 + i * 4 + t) << (7 - g);
+                    y[2 * c] = b[2 * c] & spread_bits(top, top, 0x9988);
+                    y[2 * c + 1] = b[2 * c + 1] & spread_bits(top, top, 0xbbaa);
+                }
+                #pragma unroll
+                for (int f = 0; f < 2; f++) {
+                    uint32_t a[4];
+                    ldmatrix_transposed(a, h_at + (i * 16 + lane % 8 + lane / 16 * 8) * S::H_ROW +
+                                               (k * 4 + f * 2 + lane / 8 % 2) * 16);
+                    mma(sum[2 * k + f][0], a[0], a[1], a[2], a[3], y[0], y[1]);
+                    mma(sum[2 * k + f][1], a[0], a[1], a[2], a[3], y[2], y[3]);
+                }
+            }
+        }
+    }
+    wait_for_copies<0>();
+    let_next_start();
+    const size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
+    #pragma unroll
+    for (int f = 0; f < GROUPS * 4; f++) {
+        const float(&v)[4] = sum[f / 2][f % 2];
+        if (gridDim.z > 1) {
+            ((float4*)partial)[(at * GROUPS * 4 + f) * 256 + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
+            continue;
+        }
+        for (int half = 0; half < 2; half++)
+            add_to_dA(dA, p, first, c0, f, threadIdx.x, half, make_float2(v[2 * half], v[2 * half + 1]));
+    }
+}
+// The second half of lora_backward_weight with splits: their sums. Grid: (8 groups, columns / 128, groups / GROUPS),
+// 256 threads. A thread owns two numbers of a tile. Bound by reading the L2 cache.
+__global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraArgs p, const float* partial,
+                                                               int splits) {
+    let_next_start();
+    wait_for_previous();
+    const int groups = gridDim.x / 8, i = blockIdx.x * 256 + threadIdx.x; // as lora_weight_kernel's threads leave them
+    const size_t tile = (size_t)blockIdx.z * gridDim.y + blockIdx.y, numbers = (size_t)groups * 2048;
+    const float2* part = (const float2*)partial + tile * splits * numbers + i;
+    float2 sum = {};
+    #pragma unroll 12
+    for (int split = 0; split < splits; split++) {
+        const float2 v = __ldcg(part + split * numbers);
+        sum.x += v.x, sum.y += v.y;
+    }
+    add_to_dA(dA, p, blockIdx.z * groups, blockIdx.y * 128, i / 512, i / 2 % 256, i % 2, sum);
+}
+
+void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W,
+                                     int N) {
+    const LoraArgs p(W, N);
+    in_groups(p.groups(), [&](auto groups) {
+        using S = LoraWeightShape<groups>;
+        const int columns = (p.in + 127) / 128, rows = (p.groups() + groups - 1) / groups, tiles = columns * rows;
+        const int most = (int)(PARTIAL_BYTES / (S::TILE_BYTES * tiles)); // splits that the scratch has room for
+        const int splits = std::max(1, std::min({(N + 63) / 64, 2 * ctx.gpu->sms / tiles, most}));
+        float* const partial = ctx.gpu->partial;
+        launch(ctx, lora_weight_kernel<groups>, dim3(columns, rows, splits), 256, S::SHARED, dA, dh, x, p, partial);
+        if (splits > 1)
+            launch(ctx, lora_weight_sums_kernel, dim3(8 * groups, columns, rows), 256, 0, dA, p, partial, splits);
+    });
+}
+#endif
+
+// ---- linear_backward_swiglu: a sum is dhidden's; `second` is what gate_up has there, as bits.
+template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
+    static constexpr bool ADDS = true, MASKS = DROPS;
+    bf16 *dgate_up, *hidden; // (N,2F); (N,F), or null
+    const bf16* gate_up;     // (N,2F)
+    size_t F;
+    DropoutMasks masks;
+    int rank;
+    float scale;
+    SwigluBackwardEpilogue(bf16* dgate_up, bf16* hidden, const bf16* gate_up, size_t F, const LoraArgs& lora)
+        : dgate_up(dgate_up), hidden(hidden), gate_up(gate_up), F(F), masks(lora.kept), rank(lora.rank),
+          scale(lora.scale) {}
+    __device__ float4 old_four(int n, int f) const {
+        const float2 g = *(const float2*)(gate_up + n * 2 * F + f), u = *(const float2*)(gate_up + (n * 2 + 1) * F + f);
+        return make_float4(g.x, g.y, u.x, u.y);
+    }
+    __device__ void four(int n, int f, const float4& y, const float4& old) {
+        const float d4[] = {y.x, y.y, y.z, y.w};
+        const uint32_t gates[] = {__float_as_uint(old.x), __float_as_uint(old.y)};
+        const uint32_t ups[] = {__float_as_uint(old.z), __float_as_uint(old.w)};
+        float out[4], dg[4], du[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float g = i % 2 ? high(gates[i / 2]) : low(gates[i / 2]);
+            const float u = i % 2 ? high(ups[i / 2]) : low(ups[i / 2]), d = to_acc(round_bf16(d4[i]));
+            const float sigma = __fdividef(1, 1 + exp2_fast(-LOG2E * g)), silu = g * sigma;
+            out[i] = silu * u, dg[i] = d * u * sigma * (1 + g * (1 - sigma)), du[i] = d * silu;
+        }
+        if (hidden) store_four(hidden + n * F + f, make_float4(out[0], out[1], out[2], out[3]));
+        store_four(dgate_up + n * 2 * F + f, make_float4(dg[0], dg[1], dg[2], dg[3]));
+        store_four(dgate_up + (n * 2 + 1) * F + f, make_float4(du[0], du[1], du[2], du[3]));
+    }
+};
+
+#if COMPILED(PART_BACKWARD_SWIGLU)
+void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,
+                                       const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
+    const LoraArgs lora(W, N);
+    if (lora.width()) lora_up_backward(ctx, dh, dB, dgate_up, dy, W, N);
+    input_product(ctx, dh, dy, W, lora, SwigluBackwardEpilogue<true>(dgate_up, hidden, gate_up, W.in, lora),
+                  SwigluBackwardEpilogue<false>(dgate_up, hidden, gate_up, W.in, lora));
+}
+#endif
+
+// ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
+// trained (FlashAttention-2's backward pass without its atomics)
+// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
+// of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
+// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
+//     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
+// The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
+// rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
+// needs. A warp skips tiles in which its keys and queries do not meet.
+struct AttentionBackward {
+    bf16* dqkv;                // (N,(H+2K)D) out
+    const bf16 *dout, *q;      // (N,HD)
+    const bf16 *keys, *values; // one layer's cache
+    const float *lse, *delta;  // (N,H)
+    Batch b;
+    int H, K;
+    // attend_backward's: qkv (N,(H+2K)D) before norm and RoPE, whose gradient dqkv then is.
+    const bf16 *qkv = nullptr, *q_weight = nullptr, *k_weight = nullptr;
+    const float* rope = nullptr;
+    float eps = 0;
+};
+inline constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
+inline constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
+inline constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
+inline constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
+// Shared memory of either block: keys, values, two stages of q and two of dout, 64 rows each; or q and dout, 128 rows
+// each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D =
+// 128.
+inline constexpr size_t backward_shared(int D) { return (size_t)6 * 64 * D * sizeof(bf16) + 3 * 128 * 4; }
+
+// attention_backward's delta[n][h] = dout[n][h] . out[n][h]: D / 8 lanes a row, 8 numbers a lane; blocks of 256
+// threads. Bound by memory bandwidth.
+template <int D> __global__ void attention_delta_kernel(float* delta, const bf16* dout, const bf16* out, size_t rows) {
+    let_next_start();
+    wait_for_previous();
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / (D / 8);
+    float sum = 0;
+    if (row < rows) {
+        const uint4 a = *(const uint4*)(dout + i * 8), b = *(const uint4*)(out + i * 8);
+        sum = low(a.x) * low(b.x) + high(a.x) * high(b.x) + low(a.y) * low(b.y) + high(a.y) * high(b.y) +
+              low(a.z) * low(b.z) + high(a.z) * high(b.z) + low(a.w) * low(b.w) + high(a.w) * high(b.w);
+    }
+    #pragma unroll
+    for (int lane = D / 16; lane; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+    if (row < rows && i % (D / 8) == 0) delta[row] = sum;
+}
+
+// The query rows of a KV head.
+struct HeadQueries {
+    int H, G, kv;
+    uint32_t inverse; // 2^31 / G, rounded up
+    __device__ HeadQueries(const AttentionBackward& p, int kv)
+        : H(p.H), G(p.H / p.K), kv(kv), inverse((0x80000000u + G - 1) / G) {}
+    // r / G, exact as long as r * G < 2^31.
+    __device__ int token(int r) const { return (int)__umulhi(2 * (uint32_t)r, inverse); }
+    // Row r of q and dout, of lse and delta: n H + kv G + r % G, for n = token(r).
+    __device__ int place(int r, int n) const { return r + n * (H - G) + kv * G; }
+};
+
+// s, scores, become probabilities: 2^(s scale log2(e) - lse log2(e)). lse_of(i, j, e) is that of the number's query
+// row.
+template <int I, int J, class F>
+__device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, F lse_of) {
+    each_score(s, [&](float& x, int i, int j, int e) {
+        x = exp2_fast(fmaf(x, scale * LOG2E, -lse_of(i, j, e) * LOG2E));
+    });
+}
+
+// ---- dk and dv. A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all
+// query rows that see one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries,
+// so that they lie as the weights of the two sums want them.
+
+// One past the last token that sees one of the tokens before m1, or a spare row: each of THREADS asks one token, evenly
+// spaced between what is known to see one and what is known not to, until no gap is left. count(x): how many of them
+// say so, for all of them.
+template <int THREADS, class F>
+__device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1, F count) {
+    int end = m0, past = b.N;
+    while (end < past) {
+        const int stride = (past - end + THREADS - 1) / THREADS, n = end + (int)threadIdx.x % THREADS * stride;
+        const int seeing = count(n < past && b.seq[n] >= 0 && n - b.pos[n] < m1);
+        past = min(past, end + seeing * stride);
+        if (seeing) end += (seeing - 1) * stride + 1;
+    }
+    return end;
+}
+
+// Query rows, up to `rows`, pass through two stages of shared memory, with dout, lse, delta and position.
+template <int D> struct PassingQueries {
+    static constexpr int TILE = PASSING_ROWS * HeadTile<D>::ROW;
+    const AttentionBackward& p;
+    const HeadQueries heads;
+    int rows;
+    uint32_t q_tiles, dout_tiles;
+    float* numbers; // of each stage 64 lse, 64 delta, 64 positions
+    HeadRows<D> mine;
+
+    __device__ __forceinline__ const float* lse(int stage) const { return numbers + stage * 3 * PASSING_ROWS; }
+    __device__ __forceinline__ const float* delta(int stage) const { return lse(stage) + PASSING_ROWS; }
+    __device__ __forceinline__ const int* pos(int stage) const { return (const int*)(lse(stage) + 2 * PASSING_ROWS); }
+    __device__ __forceinline__ void copy(int stage, int row0) const {
+        const int last = max(rows, 1) - 1;
+        #pragma unroll
+        for (int i = 0; i < PASSING_ROWS / mine.STEP; i++) {
+            const int r = mine.row + i * mine.STEP, row = min(row0 + r, last);
+            const int to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8;
+            copy_async(q_tiles + to, p.q + at, row0 + r < rows);
+            copy_async(dout_tiles + to, p.dout + at, row0 + r < rows);
+        }
+        const int r = threadIdx.x % PASSING_ROWS, row = min(row0 + r, last), n = heads.token(row);
+        const uint32_t to = shared_address(lse(stage) + r);
+        if (threadIdx.x < PASSING_ROWS) {
+            copy_few_async<4>(to, p.lse + heads.place(row, n), row0 + r < rows);
+            copy_few_async<4>(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
+        } else copy_few_async<4>(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
+        commit_copies();
+    }
+};
+
+// The keys and values of tokens m0 .., of which those from `end` on are zeros, to tiles.
+template <int D>
+__device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, int end, int kv, uint32_t k_tile,
+                                          uint32_t v_tile) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_KEYS; r += mine.STEP) {
+        const bool there = m0 + r < end;
+        const int slot = there ? p.b.slot[m0 + r] : 0, to = HeadTile<D>::at(r, mine.chunk);
+        const size_t at = kv_offset(slot / PAGE, kv, slot % PAGE, p.K, D) + mine.chunk * 8;
+        copy_async(k_tile + to, p.keys + at, there);
+        copy_async(v_tile + to, p.values + at, there);
+    }
+}
+
+// A quad of lanes holds two rows in store_row's layout; g becomes the gradient of the heads `head` of tokens n before
+// norm and RoPE. The rule is WarpHeadBackward's; it is linear in g, so a factor of g may follow later. Spare rows stay
+// zero. All loads of both rows are issued before the first number is used.
+template <int D>
+__device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, float (&g)[D / 8][4], const int (&n)[2],
+                                                  const int (&head)[2]) {
+    constexpr int J = D / 16; // g[j] and g[j + J] are of the same planes
+    const int quad = threadIdx.x % 4;
+    const uint32_t* w = (const uint32_t*)(head[0] < p.H ? p.q_weight : p.k_weight) + quad;
+    uint32_t x[2][2 * J];
+    const float4* angles[2];
+    bool spare[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int token = min(n[h], p.b.N - 1), pos = p.b.pos[token];
+        const uint32_t* row = (const uint32_t*)(p.qkv + ((size_t)token * (p.H + 2 * p.K) + head[h]) * D) + quad;
+        spare[h] = p.b.seq[token] < 0;
+        angles[h] = (const float4*)(p.rope + (size_t)(spare[h] ? 0 : pos) * D) + quad;
+        #pragma unroll
+        for (int j = 0; j < 2 * J; j++) x[h][j] = row[j * 4];
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        float squares = 0, mixed = 0;
+        #pragma unroll
+        for (int j = 0; j < J; j++) {
+            const float4 angle = angles[h][j * 4]; // cosine and sine of one plane, and of the next
+            const uint32_t xu = x[h][j], xv = x[h][j + J], wu = w[j * 4], wv = w[(j + J) * 4];
+            const auto turn = [](float& u, float& v, float cosine, float sine) {
+                const float a = u;
+                u = a * cosine + v * sine, v = v * cosine - a * sine;
+            };
+            float *u = &g[j][2 * h], *v = &g[j + J][2 * h];
+            turn(u[0], v[0], angle.x, angle.y), turn(u[1], v[1], angle.z, angle.w);
+            squares += low(xu) * low(xu) + low(xv) * low(xv) + high(xu) * high(xu) + high(xv) * high(xv);
+            mixed += low(xu) * low(wu) * u[0] + low(xv) * low(wv) * v[0];
+            mixed += high(xu) * high(wu) * u[1] + high(xv) * high(wv) * v[1];
+        }
+        const float r = 1 / sqrtf(quad_sum(squares) / D + p.eps), mean = quad_sum(mixed) * r * r * r / D;
+        #pragma unroll
+        for (int j = 0; j < 2 * J; j++) {
+            float* y = &g[j][2 * h];
+            y[0] = spare[h] ? 0 : r * low(w[j * 4]) * y[0] - low(x[h][j]) * mean;
+            y[1] = spare[h] ? 0 : r * high(w[j * 4]) * y[1] - high(x[h][j]) * mean;
+        }
+    }
+}
+
+// Stores the gradients of this warp's keys and values from `first` on. Spare rows met no query: theirs are zeros.
+template <int D>
+__device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, float (&dk)[1][D / 8][4],
+                                                          const float (&dv)[1][D / 8][4], int first, int m1, int kv,
+                                                          float scale) {
+    if (p.qkv) through_norm_rope<D>(p, dk[0], {first + score_row(0, 0), first + score_row(0, 2)}, {p.H + kv, p.H + kv});
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int m = first + score_row(0, 2 * h);
+        if (m >= m1) continue;
+        bf16* to = p.dqkv + ((size_t)m * (p.H + 2 * p.K) + p.H + kv) * D;
+        store_row(to, dk[0], h, scale);
+        store_row(to + p.K * D, dv[0], h, 1);
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, TILE = 64 * ROW, J = PASSING_ROWS / 16;
+    static_assert(GRADIENT_KEYS == 64 && PASSING_ROWS == 64, "one size of tile; 16 keys a warp");
+    const uint32_t k_tile = shared_address(tiles), v_tile = k_tile + TILE, own = threadIdx.x / 32 * 16 * ROW;
+    const int m0 = tile * GRADIENT_KEYS, m1 = min(m0 + GRADIENT_KEYS, p.b.N);
+    const int end = end_of_queries<128>(p.b, m0, m1, [](bool sees) { return __syncthreads_count(sees); });
+    const HeadQueries heads(p, kv);
+    const int rows = end * heads.G, first = m0 + threadIdx.x / 32 * 16, last = first + 15; // this warp's keys
+    float* numbers = (float*)((char*)tiles + 6 * TILE);
+    const PassingQueries<D> queries = {p, heads, rows, v_tile + TILE, v_tile + 3 * TILE, numbers};
+    const float scale = 1 / sqrtf((float)D);
+    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+    load_keys<D>(p, m0, min(m1, end), kv, k_tile, v_tile);
+    queries.copy(0, m0 * heads.G);
+    for (int row0 = m0 * heads.G, stage = 0; row0 < rows; row0 += PASSING_ROWS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        queries.copy(stage ^ 1, row0 + PASSING_ROWS);
+        const uint32_t q_tile = queries.q_tiles + stage * TILE, dout_tile = queries.dout_tiles + stage * TILE;
+        const float *lse = queries.lse(stage), *delta = queries.delta(stage);
+        const int *pos = queries.pos(stage), last_row = min(PASSING_ROWS, rows - row0) - 1;
+        const int oldest = heads.token(row0), newest = heads.token(row0 + last_row);
+        if (first > newest || last < oldest - pos[0]) continue;
+        float s[1][2 * J][4] = {}, ds[1][2 * J][4];
+        multiply_rows<D, 1, J>(s, k_tile + own, q_tile);
+        probabilities(s, scale, [&](int, int j, int e) { return lse[score_column(j, e)]; });
+        if (last > oldest || first < newest - pos[last_row])
+            each_score(s, [&](float& x, int, int j, int e) {
+                const int r = score_column(j, e), n = heads.token(row0 + r), m = first + score_row(0, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        add_weighted_rows<D, 1, J>(dv, s, dout_tile);
+        each_score(ds, [&](float& x, int, int j, int e) { x = -delta[score_column(j, e)]; });
+        multiply_rows<D, 1, J>(ds, v_tile + own, dout_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 1, J>(dk, ds, q_tile);
+    }
+    wait_for_copies<0>();
+    store_key_value_gradients<D>(p, dk, dv, first, m1, kv, scale);
+}
+
+// ---- dq. A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they
+// see pass by, 32 at a time.
+
+// Rows row0 .., of which those from `rows` on are zeros: q and dout to tiles; lse, delta and position, a thread a row.
+template <int D>
+__device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0,
+                                                int rows, uint32_t q_tile, uint32_t dout_tile, float* lse,
+                                                float* delta, int* pos) {
+    const HeadRows<D> mine;
+    for (int r = mine.row; r < GRADIENT_ROWS; r += mine.STEP) {
+        const bool there = row0 + r < rows;
+        const int to = HeadTile<D>::at(r, mine.chunk), row = row0 + r;
+        const size_t at = there ? (size_t)heads.place(row, heads.token(row)) * D + mine.chunk * 8 : 0;
+        copy_async(q_tile + to, p.q + at, there);
+        copy_async(dout_tile + to, p.dout + at, there);
+    }
+    const int t = threadIdx.x, row = row0 + t, n = heads.token(row), at = heads.place(row, n);
+    const bool there = row < rows;
+    lse[t] = there ? p.lse[at] : 0, delta[t] = there ? p.delta[at] : 0, pos[t] = there ? p.b.pos[n] : 0;
+}
+
+// Keys and values of the batch's tokens up to `end` pass through two stages of shared memory. Their slots are read a
+// tile ahead of the copies that need them.
+template <int D> struct PassingKeys {
+    static constexpr int TILE = PASSING_KEYS * HeadTile<D>::ROW, COUNT = PASSING_KEYS / HeadRows<D>::STEP;
+    const AttentionBackward& p;
+    int kv, end;
+    uint32_t k_tiles, v_tiles;
+    HeadRows<D> mine;
+    int slot[COUNT];
+    __device__ __forceinline__ void next_slots(int key0) {
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int m = key0 + mine.row + i * mine.STEP;
+            slot[i] = m < end ? p.b.slot[m] : 0;
+        }
+    }
+    __device__ __forceinline__ void copy(int stage, int key0) const {
+        #pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int r = mine.row + i * mine.STEP, to = stage * TILE + HeadTile<D>::at(r, mine.chunk);
+            const size_t at = kv_offset(slot[i] / PAGE, kv, slot[i] % PAGE, p.K, D) + mine.chunk * 8;
+            copy_async(k_tiles + to, p.keys + at, key0 + r < end);
+            copy_async(v_tiles + to, p.values + at, key0 + r < end);
+        }
+        commit_copies();
+    }
+};
+
+// Stores the gradients of this warp's queries from first_row on. Spare rows are zeros, as their q and dout were.
+template <int D, int I>
+__device__ __forceinline__ void store_query_gradients(const AttentionBackward& p, const HeadQueries& heads,
+                                                      float (&dq)[I][D / 8][4], int first_row, float scale) {
+    #pragma unroll
+    for (int i = 0; i < I; i++) {
+        int n[2], head[2];
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int r = first_row + score_row(i, 2 * h), G = heads.G;
+            n[h] = heads.token(r), head[h] = heads.kv * G + r - n[h] * G;
+        }
+        if (p.qkv) through_norm_rope<D>(p, dq[i], n, head);
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (n[h] < p.b.N) store_row(p.dqkv + ((size_t)n[h] * (p.H + 2 * p.K) + head[h]) * D, dq[i], h, scale);
+    }
+}
+
+template <int D>
+__device__ __forceinline__ void query_gradients(const AttentionBackward& p, int tile, int kv, uint4* tiles) {
+    constexpr int ROW = HeadTile<D>::ROW, J = PASSING_KEYS / 16;
+    static_assert(GRADIENT_ROWS == 128, "32 rows a warp; a thread asks for a row");
+    const uint32_t q_tile = shared_address(tiles), dout_tile = q_tile + GRADIENT_ROWS * ROW;
+    const uint32_t k_tiles = dout_tile + GRADIENT_ROWS * ROW, v_tiles = k_tiles + 2 * PASSING_KEYS * ROW;
+    float *lse = (float*)((char*)tiles + (2 * GRADIENT_ROWS + 4 * PASSING_KEYS) * ROW), *delta = lse + GRADIENT_ROWS;
+    int* pos = (int*)(delta + GRADIENT_ROWS);
+    const Batch& b = p.b;
+    const HeadQueries heads(p, kv);
+    const int row0 = tile * GRADIENT_ROWS, n0 = heads.token(row0);
+    const int n1 = heads.token(min(row0 + GRADIENT_ROWS, b.N * heads.G) - 1), n = n0 + threadIdx.x;
+    const int end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * heads.G; // what follows is spare
+    load_query_rows<D>(p, heads, row0, rows, q_tile, dout_tile, lse, delta, pos);
+    // This warp's tokens, and where the sequences of the first and of the last of them begin.
+    const int own = threadIdx.x / 32 * 32, first_row = row0 + own;
+    const int oldest = heads.token(first_row), newest = heads.token(min(first_row + 32, rows) - 1);
+    const bool some = first_row < rows;
+    const int oldest_first = some ? oldest - b.pos[oldest] : b.N, newest_first = some ? newest - b.pos[newest] : b.N;
+    const float scale = 1 / sqrtf((float)D);
+    const int key_begin = end > n0 ? n0 - b.pos[n0] : end;
+    PassingKeys<D> keys = {p, kv, end, k_tiles, v_tiles};
+    float dq[2][D / 8][4] = {};
+    keys.next_slots(key_begin);
+    keys.copy(0, key_begin);
+    keys.next_slots(key_begin + PASSING_KEYS);
+    for (int key0 = key_begin, stage = 0; key0 < end; key0 += PASSING_KEYS, stage ^= 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+        keys.copy(stage ^ 1, key0 + PASSING_KEYS);
+        keys.next_slots(key0 + 2 * PASSING_KEYS);
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+        const uint32_t k_tile = k_tiles + stage * keys.TILE, v_tile = v_tiles + stage * keys.TILE;
+        float s[2][2 * J][4] = {}, ds[2][2 * J][4];
+        multiply_rows<D, 2, J>(s, q_tile + own * ROW, k_tile);
+        probabilities(s, scale, [&](int i, int, int e) { return lse[own + score_row(i, e)]; });
+        if (key0 + PASSING_KEYS > oldest + 1 || key0 < newest_first)
+            each_score(s, [&](float& x, int i, int j, int e) {
+                const int r = own + score_row(i, e), n = heads.token(row0 + r), m = key0 + score_column(j, e);
+                if ((uint32_t)(n - m) > (uint32_t)pos[r]) x = 0;
+            });
+        each_score(ds, [&](float& x, int i, int, int e) { x = -delta[own + score_row(i, e)]; });
+        multiply_rows<D, 2, J>(ds, dout_tile + own * ROW, v_tile);
+        each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
+        add_weighted_rows<D, 2, J>(dq, ds, k_tile);
+    }
+    wait_for_copies<0>();
+    store_query_gradients<D>(p, heads, dq, first_row, scale);
+}
+
+// Both in one launch, so that neither waits for the other's last blocks: grid (K, tiles of keys + tiles of rows), 128
+// threads, two blocks a multiprocessor; bound by the tensor cores and by registers (for D = 128 all 255). Early keys
+// are seen by many queries, late queries see many keys: of one sequence, long blocks come first.
+template <int D>
+__global__ void __launch_bounds__(128, 2) attention_backward_kernel(AttentionBackward p, int key_tiles) {
+    extern __shared__ __align__(128) uint4 tiles[];
+    wait_for_previous();
+    if ((int)blockIdx.y < key_tiles) key_value_gradients<D>(p, blockIdx.y, blockIdx.x, tiles);
+    else query_gradients<D>(p, gridDim.y - 1 - blockIdx.y, blockIdx.x, tiles);
+}
+#if COMPILED(PART_BACKWARD_ATTENTION)
+void launch_attention_backward(Context& ctx, const AttentionBackward& p, const bf16* out, float* delta, int D) {
+    const int N = p.b.N, H = p.H, K = p.K;
+    const int64_t rows = (int64_t)N * (H / K), key_tiles = (N + GRADIENT_KEYS - 1) / GRADIENT_KEYS;
+    const int64_t tiles = key_tiles + (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
+    if (rows * H >= (int64_t)1 << 31 || tiles > 65535)
+        DIE("attention_backward: a batch of %d tokens is too large for %d query heads", N, H);
+    const size_t heads = (size_t)N * H;
+    launch(ctx, D == 128 ? attention_delta_kernel<128> : attention_delta_kernel<64>,
+           (unsigned)((heads * (D / 8) + 255) / 256), 256, 0, delta, p.dout, out, heads);
+    if (!Optional::attention_backward(ctx, p, D))
+        launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
+               dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D), p, (int)key_tiles);
+}
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
+                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
+                                   int D, float* delta) {
+    launch_attention_backward(ctx, {dqkv, dout, q, keys, values, lse, delta, b, H, K}, out, delta, D);
+}
+#endif
+
+#if COMPILED(PART_NORMS_BACKWARD)
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
+// and mean of rmsnorm's rule.
+template <int D> struct WarpHeadBackward {
+    static constexpr int P = D / 64;
+    WarpHead<D> x, g, w;
+    float r, mean;
+    __device__ __forceinline__ void load(const bf16* head, const bf16* dhead, const bf16* weights) {
+        x.load(head), g.load(dhead), w.load(weights);
+    }
+    __device__ __forceinline__ void turn(const WarpAngles<P>& angle, float eps) {
+        float squares = 0, mixed = 0;
+        for (int p = 0; p < P; p++) {
+            const float u = g.u[p], v = g.v[p];
+            g.u[p] = u * angle.cosine(p) + v * angle.sine(p), g.v[p] = v * angle.cosine(p) - u * angle.sine(p);
+            squares += x.u[p] * x.u[p] + x.v[p] * x.v[p];
+            mixed += x.u[p] * w.u[p] * g.u[p] + x.v[p] * w.v[p] * g.v[p];
+        }
+        r = 1 / sqrtf(warp_sum(squares) / D + eps);
+        mean = warp_sum(mixed) * r * r * r / D;
+    }
+    __device__ __forceinline__ void store(bf16* dhead) const {
+        WarpHead<D> d;
+        for (int p = 0; p < P; p++) {
+            d.u[p] = r * w.u[p] * g.u[p] - x.u[p] * mean;
+            d.v[p] = r * w.v[p] * g.v[p] - x.v[p] * mean;
+        }
+        d.store(dhead);
+    }
+};
+// Without the gradients of the weights. Blocks of 8 warps, a warp a head of a token. Bound by memory bandwidth.
+template <int D>
+__global__ void qknorm_rope_backward_kernel(bf16* dqkv, const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                            const float* rope, Batch b, int H, int K, float eps) {
+    let_next_start();
+    wait_for_previous();
+    const int task = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, n = task / (H + K), h = task % (H + K);
+    if (n >= b.N || b.seq[n] < 0) return;
+    const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
+    const WarpAngles<D / 64> angle(rope + (size_t)b.pos[n] * D);
+    WarpHeadBackward<D> y;
+    y.load(qkv + at, dqkv + at, h < H ? q_weight : k_weight);
+    y.turn(angle, eps);
+    y.store(dqkv + at);
+}
+// The same, and the weights' gradients: warp w of W takes tokens w, w + W, ..., four heads at a time; its sums stay in
+// registers; the last block to arrive adds the blocks' sums in order. Up to 512 blocks of 8 warps; shared memory: 8 (2
+// D) floats. Bound by memory bandwidth.
+inline constexpr int HEAD_BLOCKS = 512;
+template <int D>
+__global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, float* dk_weight, bf16* dqkv,
+                                                          const bf16* qkv, const bf16* q_weight, const bf16* k_weight,
+                                                          const float* rope, Batch b, int H, int K, float eps,
+                                                          float* partial, int* arrived) {
+    constexpr int P = D / 64;
+    __shared__ float sums[8][2 * D];
+    let_next_start();
+    wait_for_previous();
+    const int warp = threadIdx.x / 32, i = threadIdx.x % 32 * P;
+    float u[2][P] = {}, v[2][P] = {};
+    for (int n = blockIdx.x * 8 + warp; n < b.N; n += gridDim.x * 8) {
+        if (b.seq[n] < 0) continue;
+        const WarpAngles<P> angle(rope + (size_t)b.pos[n] * D);
+        const size_t token = (size_t)n * (H + 2 * K) * D;
+        for (int h0 = 0; h0 < H + K; h0 += 4) {
+            WarpHeadBackward<D> y[4];
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int h = min(h0 + j, H + K - 1);
+                y[j].load(qkv + token + h * D, dqkv + token + h * D, h < H ? q_weight : k_weight);
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int h = h0 + j;
+                y[j].turn(angle, eps);
+                if (h >= H + K) break;
+                y[j].store(dqkv + token + h * D);
+                #pragma unroll
+                for (int p = 0; p < P; p++) {
+                    const float du = y[j].g.u[p] * y[j].x.u[p] * y[j].r, dv = y[j].g.v[p] * y[j].x.v[p] * y[j].r;
+                    if (h < H) u[0][p] += du, v[0][p] += dv;
+                    else u[1][p] += du, v[1][p] += dv;
+                }
+            }
+        }
+    }
+    for (int w = 0; w < 2; w++)
+        for (int p = 0; p < P; p++) sums[warp][w * D + i + p] = u[w][p], sums[warp][w * D + i + p + D / 2] = v[w][p];
+    __syncthreads();
+    const int c = threadIdx.x;
+    float sum = 0;
+    if (c < 2 * D) {
+        for (int w = 0; w < 8; w++) sum += sums[w][c];
+        partial[blockIdx.x * 2 * D + c] = sum;
+    }
+    if (!last_to_arrive(arrived, gridDim.x) || c >= 2 * D) return;
+    float* to = c < D ? dq_weight + c : dk_weight + c - D;
+    sum = *to;
+    #pragma unroll 8
+    for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
+    *to = sum;
+}
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
+                                     const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
+                                     int H, int K, int D, float eps) {
+    const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
+    const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
+    if (dq_weight)
+        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv,
+                      q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+    const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
+    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+}
+#endif
+#if COMPILED(PART_BACKWARD_ATTENTION)
+// The weights' gradients are sums over what attention_backward leaves: with them, one op after the other.
+void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout,
+                                const bf16* q, const bf16* keys, const bf16* values, const bf16* out, const float* lse,
+                                const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope,
+                                const Batch& b, int H, int K, int D, float eps, float* delta) {
+    AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
+    if (!dq_weight) p.qkv = qkv, p.q_weight = q_weight, p.k_weight = k_weight, p.rope = rope, p.eps = eps;
+    launch_attention_backward(ctx, p, out, delta, D);
+    if (dq_weight)
+        qknorm_rope_backward_gpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+}
+#endif
+
+#if COMPILED(PART_TEXT)
+// ---- embed_backward. A block of 128 threads a token; the first token of an id adds up all tokens that have it, in
+// order. A thread owns every 128th channel. Bound by memory bandwidth.
+__global__ void __launch_bounds__(128) embed_backward_kernel(float* dW, const float* dx, Batch b, int C) {
+    __shared__ uint32_t found[4];
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x, id = b.token[n], warp = threadIdx.x / 32;
+    bool before = b.seq[n] < 0;
+    for (int m = threadIdx.x; m < n && !before; m += 128) before = b.token[m] == id && b.seq[m] >= 0;
+    if (__syncthreads_or(before)) return;
+    for (int first = n; first < b.N; first += 128) {
+        const int m = first + threadIdx.x;
+        const uint32_t same = __ballot_sync(~0u, m < b.N && b.token[m] == id && b.seq[m] >= 0);
+        if (threadIdx.x % 32 == 0) found[warp] = same;
+        __syncthreads();
+        for (int w = 0; w < 4; w++)
+            for (uint32_t left = found[w]; left; left &= left - 1) {
+                const float* row = dx + (size_t)(first + w * 32 + __ffs(left) - 1) * C;
+                for (int i = threadIdx.x; i < C; i += 128) dW[(size_t)id * C + i] += row[i];
+            }
+        __syncthreads();
+    }
+}
+void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C) {
+    launch(ctx, embed_backward_kernel, b.N, 128, 0, dW, dx, b, C);
+}
+
+// ---- grad_norm. A block of 256 threads a piece of NORM_PIECE numbers; then one block of 1,024 adds the pieces. Bound
+// by memory bandwidth.
+__global__ void __launch_bounds__(256) grad_squares_kernel(double* partial, const float* g, size_t n) {
+    let_next_start();
+    wait_for_previous();
+    const size_t first = blockIdx.x * NORM_PIECE + threadIdx.x, last = min(n, (blockIdx.x + 1) * NORM_PIECE);
+    double sum = 0;
+    for (size_t i = first; i < last; i += 256) sum += (double)g[i] * (double)g[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+}
+__global__ void __launch_bounds__(1024) grad_norm_kernel(double* norm, const double* partial, size_t pieces) {
+    let_next_start();
+    wait_for_previous();
+    double sum = 0;
+    for (size_t p = threadIdx.x; p < pieces; p += 1024) sum += partial[p];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *norm = sqrt(sum);
+}
+void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n) {
+    const size_t pieces = (n + NORM_PIECE - 1) / NORM_PIECE;
+    launch(ctx, grad_squares_kernel, (unsigned)pieces, 256, 0, partial, g, n);
+    launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
+}
+
+// ---- adamw. Blocks of 256 threads, a thread a number. Bound by memory bandwidth: 30 bytes a number.
+struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
+__global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+                             AdamWStep a) {
+    let_next_start();
+    wait_for_previous();
+    const double length = *norm;
+    const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (!isfinite(length) || i >= n) return;
+    const float gi = g[i] * (float)(a.clip > 0 ? fmin(1., a.clip / (length + 1e-6)) : 1.);
+    const float mi = m[i] + (gi - m[i]) * (1 - a.beta1), vi = v[i] * a.beta2 + gi * gi * (1 - a.beta2);
+    const float pi = p[i] * a.keep - a.pace * (mi / (sqrtf(vi) / a.root + a.eps));
+    m[i] = mi, v[i] = vi, p[i] = pi;
+    stored[i] = round_bf16(pi * a.copy);
+}
+void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm,
+                      size_t n, const AdamW& a) {
+    const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
+    const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
+    const float keep = (float)(1 - (double)a.lr * a.decay);
+    const AdamWStep s = {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
+    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
+}
+#endif
+
+#if (defined(QWEN3_PART) || defined(QWEN3_PRODUCTS)) && !defined(QWEN3_PORTABLE)
+#include "gpu/optional.h" // for sources that instantiate products
+#endif
 #endif // __CUDACC__
 #endif // QWEN3_CU
 
-#if __INCLUDE_LEVEL__ == 0 && !defined(QWEN3_LIBRARY)
+#if __INCLUDE_LEVEL__ == 0 && (!defined(QWEN3_LIBRARY) || defined(QWEN3_SINGLE))
 #include "cli/cli.h"
 
 int main(int argc, char** argv) {

@@ -7,12 +7,12 @@
 // Bytes that can still be used, as the kernel says and a container's limit allows (SIZE_MAX where neither does).
 size_t available_memory();
 
-#ifdef QWEN3_GPU // the Makefile: gpu/ is linked
+#ifdef QWEN3_GPU // the Makefile: compiled by nvcc
 constexpr bool WITH_GPU = true;
 #else
 constexpr bool WITH_GPU = false;
 #endif
-void* gpu_allocate(size_t bytes, const char* what); // gpu/device.cu
+void* gpu_allocate(size_t bytes, const char* what); // qwen3.cu, 8
 void gpu_release(void* p);
 
 // An arena is planned by running the same code twice: first without memory, to count; then to hand out.

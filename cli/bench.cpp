@@ -2,7 +2,7 @@
 #include "cli/bench.h"
 #include "base/options.h"
 #include "cli/progress.h"
-#include "cpu/step_ceilings.h"
+#include "model/cpu.h"
 #include "model/device.h"
 #include "qwen3.cu"
 #include "sj.h"

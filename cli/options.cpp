@@ -2,7 +2,7 @@
 #include "cli/options.h"
 #include "base/error.h"
 #include "search/hybrid.h"
-#include "cpu/instruction_set.h"
+#include "model/cpu.h"
 #include "model/lookup.h"
 #include <cctype>
 #include <cerrno>

@@ -3,7 +3,6 @@
 #include "base/file.h"
 #include "base/options.h"
 #include "cli/progress.h"
-#include "gpu/device.h"
 #include "model/device.h"
 #include "model/pace.h"
 #include "sj.h"

@@ -1,5 +1,5 @@
 // gpu/ceilings.cu: the read bandwidth and the multiply rate of a GPU.
-#include "gpu/device.h"
+#include "model/device.h"
 #include "qwen3.cu"
 #include <algorithm>
 

@@ -13,8 +13,7 @@
 // the last of a prompt: its tensor cores are slow beside the exponentials, as they are not on an H100, so expect a
 // larger share, some 110 TFLOP/s; and 90% of 950 GB/s at step 5.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: two steps are the program's own kernels
-#include "gpu/device.h"
-#include "gpu/ops.h"
+#include "model/device.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"

@@ -12,9 +12,7 @@
 // How many bytes must be on the way? 3,000 GB/s x 700 ns = 2.1 MB, 16 KB a multiprocessor, at every moment. Each step
 // is a way to keep so many on the way, also when a product begins and ends.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
-#include "gpu/device.h"
-#include "gpu/draw.h"
-#include "gpu/ops.h"
+#include "model/device.h"
 #include "gpu/step/road.h"
 #include "cpu/step_ceilings.h"
 #include "qwen3.cu"

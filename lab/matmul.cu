@@ -9,8 +9,7 @@
 // read. Only a kernel that uses each number it reads many times comes near the multiply rate. Each step until 8 is a
 // way to read less: from memory, from the caches, then from shared memory.
 #ifdef LAB_QWEN3 // `make lab` by nvcc: the last step is the program's own kernel
-#include "gpu/device.h"
-#include "gpu/ops.h"
+#include "model/device.h"
 #include "qwen3.cu"
 #endif
 #include "lab/ptx.h"

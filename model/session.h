@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-// On a GPU: draws, some of which are launched ahead of the caller. gpu/draw_ahead.h has the implementation.
+// On a GPU: draws, some of which are launched ahead of the caller. model/draw_ahead.h has the implementation.
 struct DrawsAhead {
     virtual ~DrawsAhead() = default;
     virtual void plan() = 0;              // the session's memory that only a GPU needs, from its arena

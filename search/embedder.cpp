@@ -1,7 +1,7 @@
 // search/embedder.cpp: batches of texts are packed and computed; see embedder.h.
+#include "qwen3.cu"
 #include "search/embedder.h"
 #include "base/error.h"
-#include "gpu/ops.h" // plan_scratch
 #include "model/instances.h"
 #include "model/session.h" // the sizes of chunks
 #include "search/embed.h"

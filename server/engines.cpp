@@ -1,6 +1,5 @@
 // engines.cpp: engines are made, run, and give their jobs to others when they fail.
 #include "base/error.h"
-#include "gpu/device.h"
 #include "model/device.h"
 #include "model/instances.h"
 #include "model/pace.h"

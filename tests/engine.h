@@ -1,7 +1,7 @@
 // An engine on the random model in fixtures/tiny, jobs for it, and what must come of them.
 #pragma once
 #include "base/error.h"
-#include "cpu/ops.h"
+#include "model/cpu.h"
 #include "model/model_file.h"
 #include "model/session.h"
 #include "model/tokenizer.h"

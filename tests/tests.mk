@@ -84,7 +84,8 @@ GPU_SUITE  = $(if $(GPU),$(if $(SANITIZE),,$(GPU_SUITES:%=$(T)/%)))
 $(T)/test_notes.o: $(BUILD)/notes.cuh
 $(GPU_SUITES:%=$(T)/%.o): $(T)/%.o: tests/gpu/%.cpp $(B)/command
 	$(call CU_OBJECT,-Werror all-warnings -Xcompiler -Werror -I$(BUILD))
-$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB)
+# (Their references are the ops of cpu/, in a portable build too.)
+$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB) $(if $(TEXT),$(patsubst %.cpp,$(B)/%.o,$(wildcard cpu/*.cpp)))
 	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
 # The code in the course's notes.
 $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
@@ -185,9 +186,18 @@ $(LAB_BESIDE): check/beside/%:
 	@echo "nvcc compute_90a: $* with $(LAB_LIBS) cub"
 	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(QUICK) $(LAB_HAVE) -DLAB_QWEN3 \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -DQWEN3_GPU -I. -o /dev/null -c $*
+# The study text alone, and the program as one file.
+check/text: CODE = sm_80 sm_89
+check/single: CODE = sm_80
+check/text check/single: check/%:
+	@echo "nvcc $(CODE): qwen3.cu, portable$(if $(filter single,$*),$(comma) as one file)"
+	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(QUICK) -I. -o /dev/null \
+	  $(if $(filter single,$*),-Xcompiler -fopenmp -c $(BUILD)/qwen3_single.cu,-Xcompiler -Wall$(comma)-Wextra$(comma)-Werror$(comma)-fopenmp \
+	  -Werror all-warnings -DQWEN3_GPU -DQWEN3_PORTABLE -DQWEN3_LIBRARY -c qwen3.cu)
+check/single: $(BUILD)/qwen3_single.cu
 check/notes:
 	@echo "nvcc: the code in data/course/notes"
 	$(Q)python3 data/course/check_notes.py
 cuda-check:
-	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
-.PHONY: $(CUDA_CHECKS) $(LAB_BESIDE) check/notes
+	@$(MAKE) --no-print-directory -j$(JOBS) $(CUDA_CHECKS) $(LAB_BESIDE) check/text check/single check/notes
+.PHONY: $(CUDA_CHECKS) $(LAB_BESIDE) check/text check/single check/notes

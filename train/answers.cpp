@@ -1,7 +1,7 @@
 // train/answers.cpp: answers that a model draws while it is trained.
+#include "qwen3.cu"
 #include "train/answers.h"
 #include "base/options.h" // interrupted
-#include "gpu/draw.h"
 #include "model/instances.h"
 #include <algorithm>
 

@@ -4,7 +4,7 @@
 #include "qwen3.cu"
 #include <vector>
 
-struct Draw; // gpu/draw.h
+struct Draw; // qwen3.cu
 
 // Draws answers of several prompts at once, on the weights as they are. The pages of a prompt that are full are
 // computed once and shared by all answers to it; each answer has its own page for the rest, and for itself.

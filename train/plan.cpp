@@ -1,6 +1,6 @@
 // train/plan.cpp: the memory of a training run: one arena, and which of its arrays are for what.
-#include "gpu/device.h"
-#include "gpu/ops.h"
+#include "qwen3.cu"
+#include "model/device.h"
 #include "model/adapters.h"
 #include "model/instances.h"
 #include "model/session.h"

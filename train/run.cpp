@@ -1,6 +1,6 @@
 // train/run.cpp: a training run.
 #include "train/run.h"
-#include "cpu/step_ceilings.h"
+#include "model/cpu.h"
 #include "model/device.h"
 #include "model/instances.h"
 #include "model/pace.h"

@@ -1,14 +1,14 @@
 // gpu/attention/hopper.h: attention for prompts and training, on Hopper.
 #pragma once
-#include "gpu/attention/prompt.h"
+#include "gpu/hopper.h"
 #include "qwen3.cu"
 
-// ---- The same on Hopper, for D = 128. Grid: as many blocks as there are multiprocessors; a block takes the next tile
-// of 128 query rows whenever it has room for one; each of two warpgroups owns 64 of them. Queries, keys and values, 128
-// at a time, pass through shared memory in two stages each: the lanes of a warp have the Tensor Memory Accelerator copy
-// a page each. A warpgroup has the scores of the next keys and the values of the last ones multiplied at the same time,
-// and makes weights of scores while the latter runs. Bound by the tensor cores and by the exponentials; short sequences
-// by memory.
+// ---- Attention of prompts (qwen3.cu, attention_kernel) on Hopper, for D = 128. Grid: as many blocks as there are
+// multiprocessors; a block takes the next tile of 128 query rows whenever it has room for one; each of two warpgroups
+// owns 64 of them. Queries, keys and values, 128 at a time, pass through shared memory in two stages each: the lanes of
+// a warp have the Tensor Memory Accelerator copy a page each. A warpgroup has the scores of the next keys and the
+// values of the last ones multiplied at the same time, and makes weights of scores while the latter runs. Bound by the
+// tensor cores and by the exponentials; short sequences by memory.
 //
 // A page's keys, 16 rows of 128 numbers, lie as (2 groups, 2 halves, 8 rows, 64 numbers), so that all groups of eight
 // keys of a tile are equally far apart, and so do its values. What pages hold past a sequence's end has weight 0, and

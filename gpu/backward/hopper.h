@@ -1,11 +1,12 @@
 // gpu/backward/hopper.h: attention_backward on Hopper.
 #pragma once
-#include "gpu/backward/attention.h"
+#include "gpu/hopper.h"
 #include "qwen3.cu"
 
-// ---- The same on Hopper, for D = 128. A block takes a unit after another: 128 keys of a KV head, whose dk and dv it
-// sums, or 128 query rows, whose dq it sums. Either way it owns two tiles (keys and values; or q and dout) while two
-// others pass by, 64 rows at a time (q and dout; or keys and values), and
+// ---- attention_backward (qwen3.cu, attention_backward_kernel) on Hopper, for D = 128. A block takes a unit after
+// another: 128 keys of a KV head, whose dk and dv it sums, or 128 query rows, whose dq it sums. Either way it owns two
+// tiles (keys and values; or q and dout) while two others pass by, 64 rows at a time (q and dout; or keys and values),
+// and
 //     s = own[0] passing[0]^T    dp = own[1] passing[1]^T    sum[0] += ds passing[0]    sum[1] += p passing[1] (keys)
 // Each of two warpgroups has 64 of the rows owned. A third one copies: the tiles that pass by, in two stages, and,
 // while both are full, the next unit's own. Bound by the tensor cores, and a seventh by waiting for tiles; the products

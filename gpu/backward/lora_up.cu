@@ -1,9 +1,7 @@
-// gpu/backward/lora_up.cu: dh and dB of adapters.
-#include "gpu/backward/epilogues.h"
-#include "gpu/backward/input.h"
-#include "gpu/backward/lora_up.h"
-#include "gpu/products/plans.h"
+// gpu/backward/lora_up.cu: dh and dB of adapters: compiles those of qwen3.cu, section 13, and has Hopper's.
+#define QWEN3_PART PART_LORA_UP
 #include "qwen3.cu"
+#include "gpu/backward/lora_up.h"
 
 struct LoraUpMaps {
     CUtensorMap dy, h, B;
@@ -156,16 +154,12 @@ __global__ void __launch_bounds__(256) lora_up_sums_kernel(const __grid_constant
     store_four(p.dh + (size_t)n * p.width + j * p.rank + c, sum);
 }
 
-// dh and dB of an adapter. `scratch` has as many numbers as dx.
-void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W,
-                             int N) {
+bool Optional::lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N) {
+    if (!ctx.gpu->hopper) return false;
     const Adapter<bf16>& a = W.adapter;
     const int width = (int)a.width(), out = W.out();
     const LoraUp p(dh, dB, scratch, ctx.gpu->partial, W, N, ctx.gpu->sms);
-    if (!ctx.gpu->hopper || !p.fits((size_t)N * W.in * sizeof(bf16))) {
-        tile_product<false, true>(ctx, {dy, a.B, N, out, width}, StoreEpilogue<bf16>(dh, width));
-        return tile_product<true, true>(ctx, {dy, a.h, out, N, width}, LoraUpEpilogue(dB, W));
-    }
+    if (!p.fits((size_t)N * W.in * sizeof(bf16))) return false;
     const auto map = [](const bf16* x, int rows, int columns, int wide, int high) {
         return tensor_map(x, {{(size_t)columns, 1, wide}, {(size_t)rows, (size_t)columns, high}});
     };
@@ -174,4 +168,5 @@ void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf
     launch(ctx, lora_up_kernel, p.units() * p.splits, p.THREADS, p.SHARED, maps, p);
     const int of_dB = p.units() * (p.SUMS / 256), of_dh = p.parts() ? p.modules * ((N + 31) / 32) : 0;
     launch(ctx, lora_up_sums_kernel, of_dB + of_dh, 256, 0, p, of_dB);
+    return true;
 }

@@ -1,5 +1,6 @@
 // gpu/backward/lora_up.h: dh and dB of adapters of ranks up to 32 on Hopper, divided among blocks.
 #pragma once
+#include "gpu/hopper.h"
 #include "qwen3.cu"
 
 // dh and dB on Hopper, for ranks up to 32: a tile of dy comes from memory once, and wgmma takes it both ways. A block

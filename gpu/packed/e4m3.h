@@ -4,6 +4,16 @@
 #include "gpu/products/plans.h"
 #include "qwen3.cu"
 
+struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product takes it; F in whole groups
+    static constexpr int OUTPUTS = 1;
+    static constexpr bool ROUNDS = true;
+    E4M3Rows rounded;
+    RoundedSwigluEpilogue(const SwigluEpilogue& e, const E4M3Rows& rounded) : SwigluEpilogue(e), rounded(rounded) {}
+    template <class Put> __device__ void values(const float4& g, const float4& u, Put put) {
+        SwigluEpilogue::values(g, u, [&](int k, const float4& y) { if (k == 0) put(0, y); });
+    }
+};
+
 // The same product of such a W up to the order of sums, without anything unpacked.
 template <class Epilogue>
 void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Linear<bf16>& W, int N) {

@@ -1,6 +1,5 @@
 // gpu/packed/few.h: products of up to 16 tokens with packed weights.
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/packed/formats.h"
 #include "qwen3.cu"
 
@@ -74,7 +73,7 @@ template <class F, int TILES, int M, class Epilogue>
 __global__ void __launch_bounds__(256, 2) packed_kernel(PackedArgs p, Epilogue epilogue) {
     static_assert(!Epilogue::PAIR || TILES == 2, "a tile of gate, a tile of up");
     constexpr int SUMS = TILES * M * 64; // (tile, token, row)
-    PACKED_SHARED(shared);
+    SHARED_FLOATS(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     using Weights = PackedWeights<F, TILES, Epilogue::PAIR>;
     constexpr int ROWS = Weights::ROWS;
@@ -125,7 +124,6 @@ __global__ void __launch_bounds__(256, 2) packed_kernel(PackedArgs p, Epilogue e
 }
 
 #ifdef __CUDACC__
-#include "gpu/products/stream.h"
 template <class F, int TILES, int M, class Epilogue>
 RowsDealt launch_packed(Context& ctx, PackedArgs p, Epilogue epilogue) {
     using Weights = PackedWeights<F, TILES, Epilogue::PAIR>;

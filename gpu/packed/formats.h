@@ -20,12 +20,6 @@
 // ======================================================================================================== 1 Formats
 
 #ifdef __CUDACC__
-// a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
-__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 // a & b | c. PTX ISA: lop3.b32 (of two constants the compiler makes two instructions)
 __device__ inline uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
@@ -45,7 +39,6 @@ __device__ inline uint2 load_eight(const void* p, bool there) {
                  : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"((uint32_t)there));
     return v;
 }
-#define PACKED_SHARED(name) extern __shared__ __align__(16) float name[]
 #endif
 
 // A scale as two bf16, twice each: what a bf16 has of it, and of the rest; and a pair of weights times their sum.
@@ -98,14 +91,8 @@ struct PackedFp8 {
     using Raw = float;
     __device__ static float to_float(Raw s) { return s; }
     __device__ static size_t byte(int column) { return (size_t)column; }
-    // Exponent and fraction, moved to bf16's places, are the number times 2^-120, subnormals too.
-    __device__ static uint32_t two(uint32_t word, uint32_t bytes) {
-        const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
-        return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
-    }
-    __device__ static uint4 run(const uint2& v, int, uint32_t) {
-        return {two(v.x, 0x1404), two(v.x, 0x3424), two(v.y, 0x1404), two(v.y, 0x3424)};
-    }
+    __device__ static uint32_t two(uint32_t word, uint32_t bytes) { return widen_e4m3(word, bytes); }
+    __device__ static uint4 run(const uint2& v, int, uint32_t) { return widen_e4m3(v); }
     __device__ static uint32_t pair(uint32_t twice, int, uint32_t) {
         return fma_pair((twice & 0x80008000) | (twice >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
     }

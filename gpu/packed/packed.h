@@ -1,7 +1,10 @@
 // gpu/packed/packed.h: packed weights made bf16, and activations made e4m3, for products of many tokens.
 #pragma once
+#include "gpu/packed/round.h"
 #include "qwen3.cu"
 #include <algorithm>
+
+void packed_embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b); // embed of a packed table
 
 // A part of W as bf16, in the scratch: valid until the next call.
 const bf16* unpack(Context& ctx, const Linear<bf16>& W, int r0, int rows, int k0, int columns);

@@ -1,8 +1,6 @@
 // gpu/packed/unpack.cu: unpacking and rounding, launched; packed embeddings.
-#include "gpu/ops.h"
 #include "gpu/packed/packed.h"
 #include "gpu/packed/unpack.h"
-#include "gpu/products/stream.h"
 #include "qwen3.cu"
 
 void packed_embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b) {
@@ -93,3 +91,22 @@ bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
            W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0 &&
            (W.format != Format::FP8 || W.group >= PACKED_IN);
 }
+
+// ---- rmsnorm to e4m3. A block a token.
+__global__ void rmsnorm_rounded_kernel(E4M3Rows out, const float* x, const bf16* w, int C, float eps) {
+    extern __shared__ float pieces[];
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x;
+    norm_rows(RoundedRow{out, n, C}, x + (size_t)n * C, w, pieces, 1, C, eps);
+}
+void rmsnorm_rounded_gpu(Context& ctx, const E4M3Rows& out, const float* x, const bf16* w, int N, int C, float eps) {
+    launch(ctx, rmsnorm_rounded_kernel, N, norm_threads(C), (C + 127) / 128 * sizeof(float), out, x, w, C, eps);
+}
+
+bool Optional::embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b) {
+    if (table.format == Format::PLAIN) return false;
+    packed_embed_gpu(ctx, x, table, b);
+    return true;
+}
+void Optional::plan(Context& ctx, Arena& arena, const Config& c, int rows) { plan_rounded(ctx, arena, c, rows); }

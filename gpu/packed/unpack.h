@@ -15,6 +15,13 @@ template <class F> __device__ __forceinline__ void unpack_run(float (&y)[8], con
     for (int i = 0; i < 4; i++) y[2 * i] = low(pair[i]) * s, y[2 * i + 1] = high(pair[i]) * s;
 }
 
+// The rows of a packed matrix, by runs.
+template <class F> struct PackedRows {
+    static constexpr int RUN = 8;
+    PackedArgs p;
+    __device__ void run(float (&y)[8], int r, int column) const { unpack_run<F>(y, p, r, column); }
+};
+
 // to (rows, columns) = bf16 of W from row r0 and column k0 on. A thread a run. Bound by the memory's speed.
 template <class F>
 __global__ void __launch_bounds__(256) unpack_kernel(bf16* to, PackedArgs p, int r0, int rows, int k0, int columns) {

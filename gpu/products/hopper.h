@@ -1,13 +1,17 @@
 // gpu/products/hopper.h: products of many tokens on Hopper, by wgmma.
 #pragma once
-#include "gpu/products/tiles.h"
+#include "gpu/hopper.h"
+#include "gpu/packed/round.h"
 #include "qwen3.cu"
 
-// ---- The same on Hopper. Grid: as many blocks as are resident at once; a block takes tiles in turn. One warp, the
-// producer, has the Tensor Memory Accelerator copy stage after stage to a ring in shared memory, as far ahead as there
-// is room, through the ends of tiles too. The others, the consumers, are a warpgroup for every 64 tokens of the tile:
-// it multiplies them by all rows with wgmma, and says when it has done with a stage. So copies, products and a part of
-// the epilogues run at the same time. Bound by the tensor cores.
+__device__ inline void round_four(float4& to, const float4& y) { to = y; }
+__device__ inline void round_four(uint2& to, const float4& y) { to = make_uint2(pack(y.x, y.y), pack(y.z, y.w)); }
+
+// ---- Products by tiles (qwen3.cu, tile_kernel) on Hopper. Grid: as many blocks as are resident at once; a block takes
+// tiles in turn. One warp, the producer, has the Tensor Memory Accelerator copy stage after stage to a ring in shared
+// memory, as far ahead as there is room, through the ends of tiles too. The others, the consumers, are a warpgroup for
+// every 64 tokens of the tile: it multiplies them by all rows with wgmma, and says when it has done with a stage. So
+// copies, products and a part of the epilogues run at the same time. Bound by the tensor cores.
 //
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.

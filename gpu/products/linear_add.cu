@@ -1,9 +1,3 @@
-// gpu/products/linear_add.cu: linear_add.
-#include "gpu/ops.h"
-#include "gpu/products/product.h"
+// gpu/products/linear_add.cu: compiles linear_add of qwen3.cu, section 10, with the optional kernels.
+#define QWEN3_PART PART_LINEAR_ADD
 #include "qwen3.cu"
-
-void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W,
-                           int N) {
-    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N);
-}

@@ -1,41 +1,8 @@
-// gpu/products/plans.h: the tile and the number of splits for a product of many tokens.
+// gpu/products/plans.h: the tile and the number of splits for a product of many tokens on Hopper.
 #pragma once
 #include "gpu/products/hopper.h"
-#include "gpu/products/tiles.h"
 #include "qwen3.cu"
 
-// ---- The choice of a tile
-using Tile128x128 = TileShape<128, 128, 64, 64, 3>;
-using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
-using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
-using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
-
-// The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
-// multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
-// sweep); what matters is their proportion. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
-// multiprocessor, and `full` if that has many.
-struct TilePlan {
-    int shape = 0, splits = 1;
-    double least = 1e30;
-    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
-        const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
-        for (int s = 1; s <= 12; s++) {
-            if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
-            const double blocks = (double)((tiles * s + ctx.gpu->sms - 1) / ctx.gpu->sms); // of the busiest
-            double time = 1 + std::max(alone, blocks * full) * in / 1024 / s;
-            if (s > 1) time += 0.85 + s * (0.22 + 0.93 * (double)area / 16384) + (double)(tiles * s * area) * 8 / 5.5e6;
-            if (time < least) shape = index, splits = s, least = time;
-        }
-    }
-    // With X_COLS tiles of 32 tokens are not to be had; of many tokens they were never the best.
-    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
-        if (ctx.invariant) return;
-        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
-        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
-        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
-        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
-    }
-};
 // On Hopper: the shape and the number of splits with the least predicted time in microseconds, that of the busiest
 // multiprocessor. A step of 128 x 256 takes 0.55 on an H100; a narrower tile reads more than it multiplies.
 using Hopper128x256 = HopperShape<128, 256, 4>;
@@ -121,16 +88,17 @@ template <bool X_COLS, bool W_COLS, class Epilogue> void hopper_product(Context&
     }
     DIE("no tile of shape %d for this product", plan.shape);
 }
-template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
-void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    if (ctx.gpu->hopper) return hopper_product<X_COLS, W_COLS>(ctx, p, epilogue);
-    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
-    p.splits = plan.splits;
-    switch (plan.shape) {
-        case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
-        case 1: return launch_tiles<Tile64x128, X_COLS, W_COLS>(ctx, p, epilogue);
-        case 2: return launch_tiles<Tile64x64, X_COLS, W_COLS>(ctx, p, epilogue);
-        case 3: if constexpr (!X_COLS) return launch_tiles<Tile32x64, X_COLS, W_COLS>(ctx, p, epilogue); else break;
+struct AddTransposedEpilogue : Epilogue { // linear_backward_weight: out, transposed, += y
+    static constexpr bool ADDS = true;
+    float* out; // (., ld)
+    size_t ld;
+    AddTransposedEpilogue(float* out, size_t ld) : out(out), ld(ld) {}
+    __device__ float4 old_four(int n, int r) const {
+        const float* at = out + r * ld + n;
+        return make_float4(at[0], at[ld], at[2 * ld], at[3 * ld]);
     }
-    DIE("no tile of shape %d for this product", plan.shape);
-}
+    __device__ void four(int n, int r, const float4& y, const float4& old) {
+        float* at = out + r * ld + n;
+        at[0] = old.x + y.x, at[ld] = old.y + y.y, at[2 * ld] = old.z + y.z, at[3 * ld] = old.w + y.w;
+    }
+};

@@ -1,5 +1,6 @@
 // gpu/step/instructions.h: the instructions of one kernel a token (tests/emulate/step_emulation.h has them for a CPU).
 #pragma once
+#include "gpu/hopper.h"
 #include "qwen3.cu"
 
 // ---- Instructions

@@ -1,12 +1,10 @@
 // gpu/step/plan.h: the plan of one kernel a token: shapes, products, shared memory.
 #pragma once
-#include "gpu/draw.h"
 #include "qwen3.cu"
 #include <algorithm>
 
 // ---- The plan: what the host decides, once.
 constexpr int STEP_HEAD = 128;   // D
-constexpr int STEP_TOKENS = 8;   // at most
 constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their bytes
 enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
 

@@ -1,5 +1,5 @@
 // gpu/step/road.cu: what the host does for one kernel a token: chooses it, packs weights, launches steps.
-#include "gpu/ops.h"
+#include "gpu/packed/packed.h"
 #include "gpu/step/formats.h"
 #include "gpu/step/road.h"
 #include "qwen3.cu"
@@ -65,6 +65,11 @@ std::unique_ptr<StepRoad> StepRoad::find(const Context& ctx, const Config& c, co
         told = told || asked;
         return nullptr;
     }
+}
+
+std::unique_ptr<OneKernelStep> Optional::one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
+                                                    size_t share, size_t spoken_for) {
+    return StepRoad::find(ctx, c, w, share, spoken_for);
 }
 
 void StepRoad::use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,

@@ -1,6 +1,5 @@
 // gpu/step/road.h: a session's steps by one kernel a token, for its host.
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/step/plan.h"
 #include "qwen3.cu"
 #include <memory>
@@ -8,7 +7,7 @@
 // ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory. If the head has
 // another format than the layers, a step is two launches: phases before the head, and the head; packed embeddings are
 // made numbers by a kernel before. Steps of several tokens are for bf16 weights only; both kernels read the same copy.
-struct StepRoad {
+struct StepRoad : OneKernelStep {
     using Kernel = void (*)(const StepArgs, int, int);
     struct Part { // of the step: phases `first` .. `last` - 1
         Kernel kernel = nullptr;
@@ -19,7 +18,7 @@ struct StepRoad {
     Part layers, head; // head.kernel null: it is in `layers`
     Part several[3];   // the whole step, of up to 2, 4 and 8 tokens
     StepArgs& args = layers.args;
-    int blocks = 0, threads = 0, most = 1;
+    int blocks = 0, threads = 0;
     bool by_phase = false;
     Arena arena;
     Linear<bf16> embed; // if it is packed
@@ -29,19 +28,23 @@ struct StepRoad {
     // share of the memory that is free and not `spoken_for`.
     StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t share = 2, size_t spoken_for = 0);
     StepRoad(const StepRoad&) = delete;
-    ~StepRoad();
+    ~StepRoad() override;
     // The road, or null; who asked for it is told why, once. WHERE_FASTER: where it was measured to be (on Hopper),
     // except with ctx.invariant: its sums have another order than a prompt's.
     static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w,
                                           size_t share = 2, size_t spoken_for = 0);
     // Whose step it is: the batch, of up to `most` rows, and its cache; where logits go, and each block's likeliest.
     void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
-             unsigned long long* best);
+             unsigned long long* best) override;
+    void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) override {
+        args.greedy = greedy, args.next = next, args.seen = seen;
+    }
     // On the context's stream; part of a graph, if one is being recorded.
-    void launch_step();
+    void launch_step() override;
     // As step_deal deals the head's tiles.
-    RowsDealt dealt() const { return {blocks, 8, args.C / 8 % blocks}; }
-    void check() const;
+    RowsDealt dealt() const override { return {blocks, 8, args.C / 8 % blocks}; }
+    const uint32_t* steps() const override { return args.steps; }
+    void check() const override;
 
   private:
     // The kernel and its plan, for weights packed as W.

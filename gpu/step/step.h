@@ -13,7 +13,6 @@
    Beside it: plan.h, the plan; instructions.h; weights.h, how weights are packed and multiplied; attention.h, parts of
    attention; road.h, the host's part */
 #pragma once
-#include "gpu/draw.h"
 #include "gpu/step/attention.h"
 #include "gpu/step/plan.h"
 #include "gpu/step/weights.h"

@@ -57,8 +57,8 @@ struct StepPlain { // bf16
     }
 };
 // A format of packed/formats.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8
-// rows (or for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's zero
-// points by group. mma's sums of a group are multiplied by its scale.
+// rows (or for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's
+// zero points by group. mma's sums of a group are multiplied by its scale.
 template <class F, int GROUPS> struct StepPacked {
     using Raw = typename F::Raw;
     static constexpr int RUNS = 2 * F::RUNS, NUMBERS = 32 * RUNS;

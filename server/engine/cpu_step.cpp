@@ -1,6 +1,6 @@
 // cpu_step.cpp: a step on the CPU, and whom it is handed to on a GPU.
-#include "cpu/ops.h"
-#include "gpu/ops.h"
+#include "qwen3.cu"
+#include "model/cpu.h"
 #include "model/instances.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_step.h"

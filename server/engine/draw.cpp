@@ -1,5 +1,5 @@
 // draw.cpp: draws on the CPU.
-#include "cpu/ops.h"
+#include "model/cpu.h"
 #include "server/engine/scheduler.h"
 
 namespace server {

@@ -1,5 +1,5 @@
 // engine.cpp: the memory that an engine plans, and adapters for it.
-#include "gpu/device.h"
+#include "model/device.h"
 #include "model/instances.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_step.h"

@@ -1,10 +1,7 @@
 // gpu_kernels.h: the kernels of an engine's steps: a step's numbers, penalties and masks, logits that are told.
 #pragma once
-#include "gpu/draw.h"
-#include "gpu/packed/unpack.h"
 #include "qwen3.cu"
 #include "server/engine/job.h"
-#include <type_traits>
 
 namespace server {
 
@@ -77,12 +74,17 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
 }
 
 // The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
-// warp a draw. W: const bf16*, or PackedArgs of format F.
-template <class F, class Head>
+// warp a draw. A head has run(y, r, k): the RUN numbers of row r from k on.
+struct PlainHead {
+    static constexpr int RUN = 1;
+    const bf16* W; // (V,C)
+    int C;
+    __device__ void run(float (&y)[1], int r, int k) const { y[0] = to_acc(W[(size_t)r * C + k]); }
+};
+template <class Head>
 __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
                                    const int* draw_row, Head W, int C) {
-    constexpr bool PLAIN = std::is_pointer_v<Head>;
-    constexpr int RUN = PLAIN ? 1 : 8;
+    constexpr int RUN = Head::RUN;
     let_next_start();
     wait_for_previous();
     const int r = blockIdx.x, s = draw_seq[r];
@@ -91,8 +93,7 @@ __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw
     float y = 0;
     for (int k = threadIdx.x * RUN; k < C; k += 32 * RUN) {
         float row[RUN];
-        if constexpr (PLAIN) row[0] = to_acc(W[(size_t)drawn[r] * C + k]);
-        else unpack_run<F>(row, W, drawn[r], k);
+        W.run(row, drawn[r], k);
         for (int i = 0; i < RUN; i++) y += row[i] * to_acc(token[k + i]);
     }
     y = warp_sum(y);

@@ -1,11 +1,8 @@
 // gpu_step.cu: an engine's steps on a GPU.
+#define QWEN3_PRODUCTS // packed heads, where this build has them
+#include "qwen3.cu"
 #include "server/engine/gpu_step.h"
 #ifdef QWEN3_GPU
-#include "gpu/draw.h"
-#include "gpu/ops.h"
-#include "gpu/packed/formats.h"
-#include "gpu/products/stream.h"
-#include "gpu/step/road.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"
 #include <algorithm>
@@ -32,7 +29,7 @@ struct StepOnGpu final : GpuStep {
     Activations<bf16>& activations;
     KVCache<bf16>& cache;
     Arena& arena;
-    std::unique_ptr<StepRoad> road; // if not null, a step of few answers is one kernel
+    std::unique_ptr<OneKernelStep> road; // if not null, a step of few answers is one kernel
 
     Slots slots;
     int *drawn, *unused;             // (max_draws) the ids; where sample_kernel puts what only a Session needs
@@ -102,11 +99,12 @@ struct StepOnGpu final : GpuStep {
     explicit StepOnGpu(Engine<bf16>& e)
         : engine(e), ctx(e.ctx), config(e.config), weights(e.weights), tokenizer(e.tokenizer), options(e.options),
           activations(e.activations), cache(e.cache), arena(e.arena) {
-        if (!ctx.invariant) road = StepRoad::find(ctx, config, weights, 10, options.kv_bytes + options.adapter_bytes);
+        if (!ctx.invariant)
+            road = Optional::one_kernel(ctx, config, weights, 10, options.kv_bytes + options.adapter_bytes);
     }
     ~StepOnGpu() override;
     int most_tokens() const override { return road ? road->most : 1; }
-    const uint32_t* kernel_steps() const override { return road ? road->args.steps : nullptr; }
+    const uint32_t* kernel_steps() const override { return road ? road->steps() : nullptr; }
     size_t more_page_bytes() const override { return ctx.kv_fp8 ? widened_numbers(config, 1) * sizeof(bf16) : 0; }
 };
 
@@ -231,7 +229,7 @@ void StepOnGpu::compute(Step& s) {
         launch_part(true, {N, 0, part, false, false, turn, greedy}, [&] {
             prepare();
             road->use(batch, cache, engine.rope, engine.logits, draws, best);
-            road->args.greedy = greedy, road->args.next = draw_state(gpu, pinned_drawn[turn], false);
+            road->draw_to(greedy, draw_state(gpu, pinned_drawn[turn], false), nullptr);
             road->launch_step();
             if (!greedy && s.straight)
                 draw_all(s, gpu, R, part != PLAIN, part == PLAIN ? road->dealt() : RowsDealt(), {});
@@ -300,14 +298,11 @@ void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adju
     sample_gpu(ctx, adjusted ? ctx.gpu->overlap : early, engine.logits, V, draws, dealt.blocks ? best : nullptr, dealt,
                draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted), R);
     if (!s.tells) return;
-    const auto tell = [&](auto kernel, auto W) {
-        launch(ctx, kernel, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq, slots.wanted, activations.normed,
-               gpu.draw_row, W, config.C);
+    const auto tell = [&](auto W) {
+        launch(ctx, drawn_logit_kernel<decltype(W)>, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq,
+               slots.wanted, activations.normed, gpu.draw_row, W, config.C);
     };
-    if (weights.head.format == Format::PLAIN) return tell(drawn_logit_kernel<void, const bf16*>, weights.head.w[0]);
-    with_packing(weights.head, [&](auto format) {
-        tell(drawn_logit_kernel<decltype(format), PackedArgs>, packed_args(weights.head));
-    });
+    if (!Optional::packed_rows(weights.head, tell)) tell(PlainHead{weights.head.w[0], config.C});
 }
 
 void StepOnGpu::draw_masked(Step& s) {

@@ -1,4 +1,5 @@
 // mixed.cpp: each op on the rows of each adapter.
+#include "model/cpu.h"
 #include "model/instances.h"
 #include "qwen3.cu"
 #include "server/engine/mixed.h"

@@ -1,8 +1,7 @@
 // segmented.cu: launches the kernels of segmented.h, and the products that add their sums.
+#define QWEN3_PRODUCTS
 #include "server/engine/row_products.h"
 #ifdef QWEN3_GPU
-#include "gpu/ops.h"
-#include "gpu/products/product.h"
 #include "server/engine/segmented.h"
 
 namespace server {

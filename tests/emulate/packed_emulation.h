@@ -1,7 +1,15 @@
-// The kernels of gpu/packed on a CPU: what they take of CUDA and of Book II, beside emulated.h.
+// Kernels of qwen3.cu and of gpu/packed on a CPU: CUDA and the toolbox of Book II for them, beside emulated.h. A suite
+// includes this before qwen3.cu, whose kernels are compiled with it (QWEN3_KERNELS), without cpu/ and gpu/.
 #pragma once
-#include "gpu/upload.h"
-#include "qwen3.cu"
+#ifdef QWEN3_CU
+#error "qwen3.cu was included before its kernels could be emulated"
+#endif
+#define QWEN3_PLAIN
+#define QWEN3_EMULATED
+#include "model/bf16.h"
+#include "model/formats.h"
+#include "model/kv_cache.h"
+#include "model/sampling.h"
 #include "tests/emulate/emulated.h"
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -39,7 +47,56 @@ static uint32_t pack_e4m3(float first, float second) {
 static void wait_for_previous() {}
 static void let_next_start() {}
 #define GPU_UNROLL
-#define PACKED_SHARED(name) float* name = (float*)dynamic_shared
+#define SHARED_FLOATS(name) float* name = (float*)dynamic_shared
+#define __align__(bytes) __attribute__((aligned(bytes)))
+constexpr float LOG2E = 1.44269504f;
+static float exp2_fast(float x) { return exp2f(x); }
+static bf16 round_bf16(float x) { return to_bf16(x); }
+template <class T> static T __ldcg(const T* p) { return *p; }
+static void __trap() { std::puts("FALSE: keys that no block owns"), std::exit(1); }
+static float warp_sum(float x) {
+    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+static void settle(float&) {}
+static uint32_t shared_address(const void* p) {
+    if ((const char*)p < dynamic_shared || (const char*)p >= dynamic_shared + sizeof dynamic_shared) std::puts("FALSE: not in shared memory"), std::exit(1);
+    return (uint32_t)((const char*)p - dynamic_shared);
+}
+// A copy comes as late as it may: when it is waited for.
+struct LateCopy { uint32_t to; const void* from; };
+static std::vector<std::vector<LateCopy>> late[MOST_THREADS];
+static void copy_async(uint32_t shared, const void* global, bool there) {
+    if (shared % 16 || (there && (uintptr_t)global % 16)) std::puts("FALSE: a copy is not aligned"), std::exit(1);
+    if (late[running].empty()) late[running].emplace_back();
+    late[running].back().push_back({shared, there ? global : nullptr});
+    memset(dynamic_shared + shared, 255, 16); // NaN, until then
+}
+static void commit_copies() { late[running].resize(std::max<size_t>(1, late[running].size()) + 1); }
+template <int YOUNGER> static void wait_for_copies() {
+    for (auto& all = late[running]; all.size() > YOUNGER + 1; all.erase(all.begin())) // (the last is not committed)
+        for (auto [to, from] : all[0])
+            if (from) memcpy(dynamic_shared + to, from, 16);
+            else memset(dynamic_shared + to, 0, 16);
+}
+static void store_four(float* to, const float4& y) { memcpy(to, &y, 16); }
+static float quad_max(float x) {
+    x = std::max(x, __shfl_xor_sync(~0u, x, 1));
+    return std::max(x, __shfl_xor_sync(~0u, x, 2));
+}
+static float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+static bool last_to_arrive(int* arrived, int blocks) {
+    static bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) last = ++*arrived == blocks, *arrived = last ? 0 : *arrived;
+    __syncthreads();
+    return last;
+}
+#include "qwen3.cu"
+#include "model/upload.h"
 #include "gpu/packed/few.h"
 #include "gpu/packed/formats.h"
 #include "gpu/packed/unpack.h"

@@ -10,7 +10,6 @@
 #include <map>
 #undef __global__
 #define __global__ [[maybe_unused]] static
-#define __align__(n)
 #define __grid_constant__
 #define __noinline__
 
@@ -109,29 +108,13 @@ __device__ inline void step_publish(uint4* word, uint4 v) { if (!words_get_lost 
 __device__ inline uint64_t step_clock() { return wait_at(Coroutine::READY), emulated_ns += 1000; }
 __device__ inline int step_arrive(int* counter) { return (*counter)++; }
 
-template <class T> T __ldcg(const T* p) { return *p; }
-constexpr float LOG2E = 1.44269504f;
-inline float exp2_fast(float x) { return std::exp2(x); }
 inline float __log2f(float x) { return std::log2(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-inline float warp_sum(float x) {
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
 inline uint32_t __ballot_sync(unsigned, bool x) {
     uint32_t lanes = (uint32_t)x << threadIdx.x % 32;
     for (int other = 16; other; other /= 2) lanes |= __shfl_xor_sync(~0u, lanes, other);
     return lanes;
 }
-inline float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-inline float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 #include "gpu/step/formats.h"
 #include "gpu/step/step.h"
 #pragma GCC diagnostic pop

@@ -1,6 +1,14 @@
 // What the GPU's suites share: arrays in its memory, a context with scratch, a Linear on both sides.
 #pragma once
+#ifdef QWEN3_PORTABLE // what tests of optional kernels need is left out, as those tests are
+#include "model/device.h"
+#include "model/draw_ahead.h"
+#include "model/upload.h"
+#include "qwen3.cu"
+#else
 #include "gpu/gpu.h"
+#endif
+#include "cpu/ops.h"
 #include "tests/common.h"
 #include "tests/packed.h"
 #include <numeric>

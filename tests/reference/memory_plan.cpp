@@ -2,7 +2,7 @@
 // them. What CUDA itself takes (its context, the kernels: about half a GB) comes on top.
 //
 //     g++ -std=c++17 -I. -fopenmp tests/reference/memory_plan.cpp build/g++/all.a -o build/memory_plan && build/memory_plan
-#include "gpu/upload.h"
+#include "model/upload.h"
 #include "model/quantized.h"
 #include "model/session.h"
 #include "train/trainer.h"

@@ -1,66 +1,9 @@
 // Attention of single tokens on a GPU, over caches of bf16 and of FP8, by emulation (tests/emulate/emulate.h): what it gives is
 // Book I's, rows are stored as Book I stores them, and an FP8 cache gives the bits of a bf16 cache of the same numbers.
 #include <doctest/doctest.h>
-#define QWEN3_PLAIN
-#include "qwen3.cu"
 #include "tests/emulate/packed_emulation.h"
 #include "tests/batch.h"
 #include "tests/packed.h"
-
-// ---- What the kernels take of Book II
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#define __align__(bytes) __attribute__((aligned(bytes)))
-constexpr float LOG2E = 1.44269504f;
-static float exp2_fast(float x) { return exp2f(x); }
-static bf16 round_bf16(float x) { return to_bf16(x); }
-static float __ldcg(const float* p) { return *p; }
-static void __trap() { std::puts("FALSE: keys that no block owns"), std::exit(1); }
-static float warp_sum(float x) {
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    return x;
-}
-static void settle(float&) {}
-static uint32_t shared_address(const void* p) {
-    if ((const char*)p < dynamic_shared || (const char*)p >= dynamic_shared + sizeof dynamic_shared) std::puts("FALSE: not in shared memory"), std::exit(1);
-    return (uint32_t)((const char*)p - dynamic_shared);
-}
-// A copy comes as late as it may: when it is waited for.
-struct LateCopy { uint32_t to; const void* from; };
-static std::vector<std::vector<LateCopy>> late[MOST_THREADS];
-static void copy_async(uint32_t shared, const void* global, bool there) {
-    if (shared % 16 || (there && (uintptr_t)global % 16)) std::puts("FALSE: a copy is not aligned"), std::exit(1);
-    if (late[running].empty()) late[running].emplace_back();
-    late[running].back().push_back({shared, there ? global : nullptr});
-    memset(dynamic_shared + shared, 255, 16); // NaN, until then
-}
-static void commit_copies() { late[running].resize(std::max<size_t>(1, late[running].size()) + 1); }
-template <int YOUNGER> static void wait_for_copies() {
-    for (auto& all = late[running]; all.size() > YOUNGER + 1; all.erase(all.begin())) // (the last is not committed)
-        for (auto [to, from] : all[0])
-            if (from) memcpy(dynamic_shared + to, from, 16);
-            else memset(dynamic_shared + to, 0, 16);
-}
-static void store_four(float* to, const float4& y) { memcpy(to, &y, 16); }
-static float quad_max(float x) {
-    x = std::max(x, __shfl_xor_sync(~0u, x, 1));
-    return std::max(x, __shfl_xor_sync(~0u, x, 2));
-}
-static float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-static bool last_to_arrive(int* arrived, int blocks) {
-    static bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) last = ++*arrived == blocks, *arrived = last ? 0 : *arrived;
-    __syncthreads();
-    return last;
-}
-#include "gpu/attention/decode.h"
-#include "gpu/attention/widen.h"
-#include "gpu/norm_rope.h"
-#pragma GCC diagnostic pop
 
 // A layer's cache before a batch, the batch's rows, and what the kernels make of them.
 struct Attending {

@@ -2,11 +2,8 @@
 // its number, products of few tokens are those of W.at at odd sizes with either order of the threads, and what is
 // unpacked for many tokens has the bits of W.at.
 #include <doctest/doctest.h>
-#define QWEN3_PLAIN
 #include "model/fp8_activations.h"
-#include "qwen3.cu"
 #include "tests/emulate/packed_emulation.h"
-
 #include "tests/packed.h"
 
 TEST_CASE("every byte becomes its number, nothing is rounded: INT8, FP8, INT4 with every zero point") {

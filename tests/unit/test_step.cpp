@@ -1,7 +1,5 @@
 // step.h, the kernel that is a whole token, by emulation: it gives what Book I's `forward` gives, for many shapes, places,
 // numbers of blocks and formats of weights; the same bits phase by phase and all at once, alone and in company.
-#define QWEN3_PLAIN
-#include "qwen3.cu"
 #include <doctest/doctest.h>
 #include "tests/emulate/step_emulation.h"
 

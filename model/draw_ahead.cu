@@ -1,6 +1,7 @@
-// gpu/draw_ahead.cu: the draws of a session on a GPU, a graph a step.
-#include "gpu/draw_ahead.h"
-#include "gpu/ops.h"
+// model/draw_ahead.cu: the draws of a session on a GPU, a graph a step.
+#ifdef QWEN3_GPU
+#include "qwen3.cu"
+#include "model/draw_ahead.h"
 
 std::shared_ptr<DrawsAhead> gpu_draws(Session<bf16>& session) { return std::make_shared<GpuDraws>(session); }
 
@@ -22,7 +23,7 @@ void GpuDraws::plan() {
 }
 
 int GpuDraws::tokens() {
-    if (!asked) road = StepRoad::find(ctx, session.config, session.weights), asked = true;
+    if (!asked) road = Optional::one_kernel(ctx, session.config, session.weights), asked = true;
     return road ? std::min({road->most, session.chunk, Session<bf16>::ROWS}) : 1;
 }
 
@@ -150,13 +151,13 @@ cudaGraphExec_t GpuDraws::road_step(int N) {
 }
 
 void GpuDraws::record_road_step(int N) {
-    StepArgs& a = road->args;
     road->use({N, 1, step.token, step.pos, step.seq, step.slot, session.table, session.pages, N == 1},
               session.cache, session.rope, session.row_logits, draw_parameters, best);
-    a.seen = step.seen, a.greedy = greedy(), a.next = step;
+    road->draw_to(greedy(), step, step.seen);
     road->launch_step();
-    if (a.greedy) return;
-    sample_gpu(ctx, false, session.row_logits, (size_t)a.V, draw_parameters, best, road->dealt(), step, N);
+    if (greedy()) return;
+    const size_t V = session.config.V;
+    sample_gpu(ctx, false, session.row_logits, V, draw_parameters, best, road->dealt(), step, N);
 }
 
 void GpuDraws::launch_step() {
@@ -175,3 +176,4 @@ void GpuDraws::launch_step() {
     CUDA_CHECK(cudaGraphLaunch(graph, ctx.gpu->stream));
     launched++;
 }
+#endif // QWEN3_GPU

@@ -1,7 +1,5 @@
-// gpu/draw_ahead.h: the draws of a session on a GPU, ahead of the caller.
+// model/draw_ahead.h: the draws of a session on a GPU, ahead of the caller.
 #pragma once
-#include "gpu/draw.h"
-#include "gpu/step/road.h"
 #include "model/session.h"
 #include "qwen3.cu"
 #include <map>
@@ -31,7 +29,7 @@ struct GpuDraws : DrawsAhead {
     int last = 0;                          // ... and up to this one will be wanted
     std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties; see also launch_step
     bool penalties = false;
-    std::unique_ptr<StepRoad> road;        // if a step is one kernel
+    std::unique_ptr<OneKernelStep> road;   // if a step is one kernel
     bool asked = false;                    // ... which is known
     // With lookup:
     std::vector<int> text;                 // the session's ids and what was drawn and has come

@@ -1,6 +1,7 @@
-// gpu/upload.cu: weights to a GPU, in pieces through pinned buffers.
-#include "gpu/device.h"
-#include "gpu/upload.h"
+// model/upload.cu: weights to a GPU, in pieces through pinned buffers.
+#ifdef QWEN3_GPU
+#include "model/device.h"
+#include "model/upload.h"
 #include "model/weights.h"
 #include "qwen3.cu"
 #include <algorithm>
@@ -21,6 +22,9 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
         for (const ModelTensor& t : model_tensors(file.config)) {
             const TensorPlace<bf16> place = place_of(*this, t);
             if (place.linear && place.linear->format != Format::PLAIN) {
+                if (!Optional::HERE)
+                    DIE("%s: a portable build has no packed weights on a GPU (without --packed they become bfloat16)",
+                        file.path.c_str());
                 if (place.block == 0) place_packed(gpu, *place.linear, planned ? &pieces : nullptr, made);
                 packed = true;
                 continue;
@@ -75,3 +79,4 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
     for (int i = 0; i < 2; i++) cudaFreeHost(buffer[i]), cudaEventDestroy(sent[i]);
     converted.clear();
 }
+#endif // QWEN3_GPU

@@ -1,4 +1,4 @@
-// gpu/upload.h: where the weights of a model lie in the memory of a GPU.
+// model/upload.h: where the weights of a model lie in the memory of a GPU.
 #pragma once
 #include "qwen3.cu"
 #include <algorithm>
