@@ -6,6 +6,7 @@
 #include "gpu/optional.h"
 #include "gpu/packed/unpack.h"
 #include "gpu/step/formats.h"
+#include "gpu/step/road.h"
 #include "gpu/step/step.h"
 #include "model/device.h"
 #include "model/draw_ahead.h"
