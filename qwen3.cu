@@ -1561,7 +1561,7 @@ struct Optional {
     // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
     template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
     template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
-    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k) reads RUN numbers of row r.
+    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k, W.in) reads RUN numbers of row r from k on.
     template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
     // attention of prompts, for heads of D numbers: the number of splits of the keys.
     static int attention(Context& ctx, const AttentionArgs& p, int D);

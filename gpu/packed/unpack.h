@@ -19,7 +19,7 @@ template <class F> __device__ __forceinline__ void unpack_run(float (&y)[8], con
 template <class F> struct PackedRows {
     static constexpr int RUN = 8;
     PackedArgs p;
-    __device__ void run(float (&y)[8], int r, int column) const { unpack_run<F>(y, p, r, column); }
+    __device__ void run(float (&y)[8], int r, int column, int) const { unpack_run<F>(y, p, r, column); }
 };
 
 // to (rows, columns) = bf16 of W from row r0 and column k0 on. A thread a run. Bound by the memory's speed.

@@ -74,12 +74,11 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
 }
 
 // The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
-// warp a draw. A head has run(y, r, k): the RUN numbers of row r from k on.
+// warp a draw. A head has run(y, r, k, C): the RUN numbers of row r, of C, from k on.
 struct PlainHead {
     static constexpr int RUN = 1;
     const bf16* W; // (V,C)
-    int C;
-    __device__ void run(float (&y)[1], int r, int k) const { y[0] = to_acc(W[(size_t)r * C + k]); }
+    __device__ void run(float (&y)[1], int r, int k, int C) const { y[0] = to_acc(W[(size_t)r * C + k]); }
 };
 template <class Head>
 __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw_seq, const int* wanted, const bf16* x,
@@ -93,7 +92,7 @@ __global__ void drawn_logit_kernel(float* out, const int* drawn, const int* draw
     float y = 0;
     for (int k = threadIdx.x * RUN; k < C; k += 32 * RUN) {
         float row[RUN];
-        W.run(row, drawn[r], k);
+        W.run(row, drawn[r], k, C);
         for (int i = 0; i < RUN; i++) y += row[i] * to_acc(token[k + i]);
     }
     y = warp_sum(y);

@@ -302,7 +302,7 @@ void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adju
         launch(ctx, drawn_logit_kernel<decltype(W)>, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq,
                slots.wanted, activations.normed, gpu.draw_row, W, config.C);
     };
-    if (!Optional::packed_rows(weights.head, tell)) tell(PlainHead{weights.head.w[0], config.C});
+    if (!Optional::packed_rows(weights.head, tell)) tell(PlainHead{weights.head.w[0]});
 }
 
 void StepOnGpu::draw_masked(Step& s) {
