@@ -108,7 +108,8 @@ TEST_CASE("words: a question is without those that only ask") {
     CHECK(hashes_of(question_words(jieba(), "什么是 warp？")) == std::vector<uint64_t>{fnv1a("warp")});
     CHECK(hashes_of(question_words(jieba(), "What is the warp of a warp?")) == std::vector<uint64_t>{fnv1a("warp")});
     CHECK(question_words(jieba(), "为什么？ Why? How many?").empty());
-    CHECK(question_words(jieba(), "his an is").size() == 1); // whole words only
+    CHECK(question_words(jieba(), "hist an is").size() == 1); // whole words only
+    CHECK(question_words(jieba(), "How do I get this? 我们可以怎么办？").empty());
 }
 
 // ----------------------------------------------------------------------------------------- the index
