@@ -6,9 +6,8 @@
 bool quotes(const DocumentOptions& o, const Config& c, const Tell& tell) {
     const bool small = parameters(c) < LEAST_TO_USE_PASSAGES, is = o.quote < 0 ? small : o.quote == 1;
     if (!o.docs.empty() && is)
-        tell(format("the best passage of --docs is quoted%s",
-                    small ? format(": %.1f M parameters are too few to use passages", (double)parameters(c) / 1e6).c_str()
-                          : ""));
+        tell("the best passage of --docs is quoted" + (small ? format(": %.1f M parameters are too few to use passages",
+                                                                      (double)parameters(c) / 1e6) : ""));
     return !o.docs.empty() && is;
 }
 

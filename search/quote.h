@@ -1,4 +1,4 @@
-// search/quote.h: an answer that no model writes. Small models make gibberish of a prompt with passages, so that the best
+// search/quote.h: an answer that no model writes. Small models make gibberish of a prompt with passages: the best
 // passage itself is the answer, with its source.
 #pragma once
 #include "model/tensors.h"
