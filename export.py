@@ -646,7 +646,8 @@ def export_hf(model_path, out_dir, tokenizer_dir):
     try:
         with outputs() as create:
             path = os.path.join(out_dir, "model.safetensors")
-            write_safetensors(create(path), path, {"format": "pt", **kept(metadata)}, [unchanged(tensor) for tensor in tensors])
+            write_safetensors(create(path), path, {"format": "pt", **kept(metadata)},
+                              [unchanged(tensor) for tensor in tensors])
             for name, data in texts.items():
                 create(os.path.join(out_dir, name))(data)
     except BaseException:

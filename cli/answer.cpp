@@ -4,13 +4,15 @@
 #include "base/options.h"
 #include "cli/screen.h"
 #include "search/grounding.h"
+#include "search/quote.h"
 #include <algorithm>
 
 namespace cli {
 
 std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, std::vector<Message>& messages,
                                  size_t context, size_t room, const std::vector<std::string>& tools) {
-    if (!o.library) return {};
+    if (!o.library || (o.quotes && !tools.empty())) return {};
+    if (o.quotes) return find_passages(*o.library, messages);
     auto rendered = [&](const std::vector<Message>& m) {
         return render_chat(tokenizer, m, {o.think == 1, true}, tools).size();
     };
@@ -20,6 +22,14 @@ std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, s
 
 void say_sources(const std::vector<Source>& sources) {
     for (size_t i = 0; i < sources.size(); i++) say(format("[%zu] %s", i + 1, name_of(sources[i]).c_str()));
+}
+
+bool quote_passage(const Options& o, const Tokenizer* tokenizer, const std::vector<Source>& sources, size_t context,
+                   Generation& g) {
+    if (!o.quotes || sources.empty()) return false;
+    Quote q = quote(sources[0], *tokenizer, context / 4, g.stops, g.max_tokens);
+    g.text = std::move(q.text), g.ids = std::move(q.ids), g.finish = q.finish;
+    return true;
 }
 
 size_t room_for_answer(const Options& o, size_t context) {

@@ -22,6 +22,10 @@ std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, s
                                  size_t context, size_t room, const std::vector<std::string>& tools = {});
 void say_sources(const std::vector<Source>& sources);
 
+// With --quote the best passage becomes the answer, if one was found. False: the model answers.
+bool quote_passage(const Options& o, const Tokenizer* tokenizer, const std::vector<Source>& sources, size_t context,
+                   Generation& g);
+
 // Tokens of an answer that a prompt leaves room for.
 size_t room_for_answer(const Options& o, size_t context);
 

@@ -73,10 +73,11 @@ struct Took {
     size_t prompt_tokens, reused; // reused: from the prompt cache
     double load_s, prompt_s, decode_s;
     LookUp lookup{};
+    bool quoted = false; // no token was computed
 };
 static void print_answer(const Options& o, const Generation& g, const Took& took, const std::vector<Source>& sources) {
     // The first token comes from the prompt's logits: the decode phase makes the others.
-    const double rate = g.ids.size() > 1 ? (double)(g.ids.size() - 1) / took.decode_s : 0;
+    const double rate = g.ids.size() > 1 && !took.quoted ? (double)(g.ids.size() - 1) / took.decode_s : 0;
     const double prompt_rate = took.prompt_s > 0 ? (double)(took.prompt_tokens - took.reused) / took.prompt_s : 0;
     if (o.json) {
         std::string out = "{\"text\": ";
@@ -102,7 +103,7 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
     fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s%s (%s)\n",
             counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
             counted(g.ids.size(), "token").c_str(), rate, told(took.lookup).c_str(), g.finish);
-    say_sources(sources);
+    if (!o.quotes) say_sources(sources); // (a quote has its source)
 }
 
 int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double start) {
@@ -134,7 +135,10 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
 
     Took took = {prompt.size(), 0, seconds() - start, 0, 0};
     const double loaded = seconds();
-    if (g.max_tokens > 0 || !o.prompt_cache.empty()) {
+    if (quote_passage(o, tokenizer, sources, (size_t)context, g)) {
+        took.quoted = true;
+        if (!o.json) Screen(isatty(1), tokenizer->chat.thinks).show(g.text);
+    } else if (g.max_tokens > 0 || !o.prompt_cache.empty()) {
         pace.begin();
         took.reused = feed_prompt(session, prompt);
         pace.end();

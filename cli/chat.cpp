@@ -178,7 +178,7 @@ void Chat::answer(std::vector<Message> asked) {
         called.push_back(said);
         called.insert(called.end(), results.begin(), results.end());
     }
-    say_sources(sources);
+    if (!options.quotes) say_sources(sources); // (a quote has its source)
 
     // A thought that was stopped is still a thought.
     const bool thinks = tokenizer.chat.thinks && g.text.compare(0, 7, "<think>") == 0;
@@ -196,6 +196,12 @@ void Chat::answer(std::vector<Message> asked) {
 bool Chat::speak_on(std::vector<Message>& asked, const std::vector<Message>& called, std::vector<Source>& sources,
                     Generation& g) {
     const std::vector<int> prompt = fit(asked, called, sources);
+    if (quote_passage(options, &tokenizer, sources, (size_t)session.capacity(), g)) {
+        Screen(terminal, tokenizer.chat.thinks).show(g.text);
+        write_stdout("\n");
+        last = format("a quote of %s", counted(g.ids.size(), "token").c_str());
+        return true;
+    }
     g.sampling = sampling_of(options); // thinking has its own defaults
     g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
     const double start = seconds();
@@ -250,7 +256,8 @@ std::vector<int> Chat::fit(std::vector<Message>& asked, const std::vector<Messag
         DIE("the message is too long: %zu tokens, the context is %zu (-c sets it)", prompt.size(), context);
     if (asked.size() < before)
         say(format("the context is full: the oldest messages went, %zu of %zu", before - asked.size(), before));
-    if (!options.library || prompt.size() > context - room) return prompt;
+    if (options.quotes && commands.empty()) sources = find_passages(*options.library, asked);
+    if (options.quotes || !options.library || prompt.size() > context - room) return prompt;
     std::vector<Message> shown = asked;
     auto size = [&](const std::vector<Message>& m) { return rendered(m).size(); };
     auto measure = [&](std::string_view text) { return tokenizer.encode(text, false).size(); };

@@ -95,7 +95,7 @@ struct EvalTotals {
 
 // One row: the model's answer, then the loss of the reference after the same prompt. It is the answer's ids, then
 // <|im_end|> and a newline, that are trained on, and counted here.
-static std::string evaluate_row(Conversation& session, const Tokenizer& tokenizer, Generation g,
+static std::string evaluate_row(const Options& o, Conversation& session, const Tokenizer& tokenizer, Generation g,
                                 const QuestionRow& row, size_t index, ThreadPace& pace) {
     const int V = session.config().V;
     const size_t count = row.trained.size(), length = row.length();
@@ -108,9 +108,11 @@ static std::string evaluate_row(Conversation& session, const Tokenizer& tokenize
         w.field("error", format("%zu tokens, more than the context of %d", length, session.capacity()));
     } else {
         g.sampling.seed += index; // draws go by position
-        feed_prompt(session, row.prompt);
-        g.in_thought = opens_thought(tokenizer, row.prompt);
-        speak(session, &tokenizer, g, pace, [](std::string_view) {});
+        if (!quote_passage(o, &tokenizer, row.sources, (size_t)session.capacity(), g)) {
+            feed_prompt(session, row.prompt);
+            g.in_thought = opens_thought(tokenizer, row.prompt);
+            speak(session, &tokenizer, g, pace, [](std::string_view) {});
+        }
         feed_prompt(session, row.before);
         double nll = negative_log_likelihood(session.logits(), V, row.trained[0]);
         size_t next = 1;
@@ -148,6 +150,7 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
     w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(model.file.hash()));
     w.field("variant", hex(o.variant)).field("bits", 8 * model.number_bytes());
     if (o.library) w.field("documents", hex(o.library->hash()));
+    if (o.quotes) w.field("quotes", true);
     w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
     w.field("context", session.capacity()).field("max_tokens", how.max_tokens);
     w.key("sampling").array().value(s.temperature).value(s.top_k).value(s.top_p).value(s.min_p);
@@ -176,7 +179,7 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
                 if (interrupted) break;
                 DIE("%s: %s", row.where.c_str(), e.what());
             }
-            const std::string line = evaluate_row(session, tokenizer, how, row, totals.rows, pace);
+            const std::string line = evaluate_row(o, session, tokenizer, how, row, totals.rows, pace);
             if (interrupted) break;
             out.append(line);
             totals.add(line);

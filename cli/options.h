@@ -35,6 +35,7 @@ struct Options : ModelOptions {
     int stride = 0; // 0: half a window
     DocumentOptions documents;
     std::shared_ptr<const Documents> library; // with --docs
+    bool quotes = false; // its best passage is the answer
     std::string texts, instruct;
     bool embed = false, rerank = false, truncate = false;
     int dimensions = 0; // 0: all

@@ -18,6 +18,7 @@
 #include "search/document_options.h"
 #include "search/documents.h"
 #include "search/hybrid.h"
+#include "search/quote.h"
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,6 +72,7 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     if (o.embed || o.rerank) return embed_or_rerank(o, model, *tokenizer);
     if (!o.against.empty()) return compare(o, model, *tokenizer);
     if (!o.ppl.empty()) return perplexity(o, model, *tokenizer);
+    o.quotes = quotes(o.documents, c, say);
     if (!o.documents.docs.empty())
         o.library = std::make_shared<Documents>(o.documents, say, open_document_models(o, o.documents));
     if (o.eval.empty()) return ask(o, model, tokenizer.get(), start);

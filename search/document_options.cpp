@@ -12,6 +12,8 @@ void add_document_options(std::vector<Option>& table, DocumentOptions& o) {
          "which are made once", file_name(o.embed)},
         {"", "--docs-rerank", "MODEL", "a Qwen3-Reranker: it orders the first 20 passages that are found",
          file_name(o.rerank)},
+        {"", "--quote", "0|1", "whether the best passage of --docs is the answer, with its source\n"
+         "(default: 1 if the model has less than 200 M parameters)", whole(o.quote, 0, 1)},
     };
     table.insert(table.end(), more.begin(), more.end());
 }
@@ -20,7 +22,7 @@ void check_document_options(const DocumentOptions& o) {
     if (!o.docs.empty()) return;
     const std::pair<const char*, bool> given[] = {{"--index", !o.index.empty()}, {"--passages", o.passages > 0},
                                                   {"--docs-embed", !o.embed.empty()},
-                                                  {"--docs-rerank", !o.rerank.empty()}};
+                                                  {"--docs-rerank", !o.rerank.empty()}, {"--quote", o.quote >= 0}};
     for (auto [name, is] : given)
         if (is) DIE("%s is for --docs", name);
 }

@@ -53,6 +53,7 @@ std::vector<Source> Documents::find(std::string_view question, std::string_view 
     if (words.empty()) return {};
     const size_t most = models.ranks ? std::max(RANKED, options.passages) : options.passages;
     std::vector<Hit> hits = index->search(words, vectors ? DEPTH : most);
+    if (!vectors && !hits.empty() && !index->is_about(jieba, words, hits[0])) return {};
     if (vectors) {
         const std::vector<float> products = vectors->products(models.vectors->question(text));
         hits = index->joined({hits, index->best(products, DEPTH, -INFINITY)}, most);

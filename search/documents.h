@@ -33,8 +33,9 @@ struct Documents {
     Documents(const DocumentOptions& o, const Tell& tell, const DocumentModels& with = {});
 
     // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
-    // With vectors two rankings are joined: by words, and by the vectors' products. A reranker orders the first of
-    // them. Throws IndexFault if the postings are damaged.
+    // Words alone find nothing if the best passage is not about the question. With vectors two rankings are joined: by
+    // words, and by the vectors' products. A reranker orders the first of them. Throws IndexFault if the
+    // postings are damaged.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const;
 
     // Names what answers depend on: all files that are used, in whatever order, and how much of them is shown.

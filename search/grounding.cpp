@@ -57,14 +57,21 @@ void write_sources(sj::Writer& w, const std::vector<Source>& sources) {
     w.end();
 }
 
-std::vector<Source> add_passages(const Documents& documents, std::vector<Message>& messages, size_t most,
-                                 const Rendered& rendered, const Measure& measure) {
-    const auto is_question = [](const Message& m) { return m.role == "user"; };
+static bool is_question(const Message& m) { return m.role == "user"; }
+
+std::vector<Source> find_passages(const Documents& documents, const std::vector<Message>& messages) {
     const auto last = std::find_if(messages.rbegin(), messages.rend(), is_question);
     if (last == messages.rend()) return {};
     const auto before = std::find_if(last + 1, messages.rend(), is_question);
+    return documents.find(last->content, before == messages.rend() ? "" : before->content);
+}
+
+std::vector<Source> add_passages(const Documents& documents, std::vector<Message>& messages, size_t most,
+                                 const Rendered& rendered, const Measure& measure) {
+    const auto last = std::find_if(messages.rbegin(), messages.rend(), is_question);
+    if (last == messages.rend()) return {};
     const std::string question = last->content;
-    std::vector<Source> sources = documents.find(question, before == messages.rend() ? "" : before->content);
+    std::vector<Source> sources = find_passages(documents, messages);
     last->content.clear();
     const size_t others = rendered(messages);
     size_t room = most - std::min(most, others);

@@ -23,6 +23,9 @@ std::string grounded(const std::string& question, std::vector<Source>& sources, 
 
 void write_sources(sj::Writer& w, const std::vector<Source>& sources); // a member of an object
 
+// What is found for the last question of a conversation.
+std::vector<Source> find_passages(const Documents& documents, const std::vector<Message>& messages);
+
 // Gives the last question of a conversation the passages that it is about, in as many tokens as are left of `most` when
 // the conversation is rendered without them: `rendered` counts its tokens, `measure` those of a text. A conversation
 // without a question stays as it is.

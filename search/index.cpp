@@ -1,5 +1,6 @@
 // search/index.cpp: an index is opened, checked and searched; see index.h.
 #include "search/index.h"
+#include "model/utf8.h"
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -42,6 +43,11 @@ uint64_t DocumentIndex::passages_hash() const {
     return hash;
 }
 
+double DocumentIndex::idf(double n) const {
+    const double N = (double)h.passages;
+    return std::log(1 + (N - std::min(N, n) + 0.5) / (std::min(N, n) + 0.5));
+}
+
 std::vector<DocumentIndex::Hit> DocumentIndex::search(const WordCounts& question, size_t k) const {
     constexpr double k1 = 1.2, b = 0.75;
     std::vector<float> score(h.passages, 0);
@@ -49,14 +55,32 @@ std::vector<DocumentIndex::Hit> DocumentIndex::search(const WordCounts& question
     for (auto [hash, times] : question) {
         const uint64_t w = lower_word(hash);
         if (w == h.words || words[w].hash != hash) continue;
-        const double n = std::min(N, (double)words[w].passages);
-        const double idf = std::log(1 + (N - n + 0.5) / (n + 0.5)) * times;
+        const double weight = idf(words[w].passages) * times;
         each_posting(words[w], [&](uint32_t passage, uint32_t f) {
             const double longer = 1 - b + b * lengths[passage] / mean;
-            score[passage] += (float)(idf * f * (k1 + 1) / (f + k1 * longer));
+            score[passage] += (float)(weight * f * (k1 + 1) / (f + k1 * longer));
         });
     }
     return best(score, k, 0);
+}
+
+bool DocumentIndex::is_about(const Jieba& jieba, const WordCounts& question, const Hit& best) const {
+    constexpr double SHARE = 0.5, RARE_WORDS = 1.35;
+    const Passage& p = passage_at(best.passage);
+    std::string text;
+    utf8_repair(text, std::string(heading_of(p)) + "\n" + std::string(text_of(p)), true);
+    uint32_t length = 0;
+    const WordCounts passage = count_words(jieba, text, length);
+    double all = 0, shared = 0;
+    for (auto [hash, times] : question) {
+        const uint64_t w = lower_word(hash);
+        const bool known = w < h.words && words[w].hash == hash;
+        const double weight = idf(known ? words[w].passages : 1) * times;
+        const auto at = std::lower_bound(passage.begin(), passage.end(), std::pair(hash, 0u));
+        all += weight;
+        if (at != passage.end() && at->first == hash) shared += weight;
+    }
+    return shared >= SHARE * all || best.score >= RARE_WORDS * idf(1);
 }
 
 std::vector<DocumentIndex::Hit> DocumentIndex::best(const std::vector<float>& score, size_t k, float least) const {

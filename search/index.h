@@ -121,6 +121,11 @@ struct DocumentIndex {
     // The best k passages for these words, the best first. A word that the question says twice counts twice.
     std::vector<Hit> search(const WordCounts& question, size_t k) const;
 
+    // Whether the best passage is about the question: it has at least half of the question's words, by weight, or its
+    // score is that of 1.35 words that stand in no other passage. A word that is nowhere weighs as if in one passage.
+    // Both limits were chosen on questions about the texts and about other subjects: docs/retrieval.md.
+    bool is_about(const Jieba& jieba, const WordCounts& question, const Hit& best) const;
+
     // The k passages with the highest scores (one for each passage) among those above `least`, the best first.
     std::vector<Hit> best(const std::vector<float>& score, size_t k, float least) const;
 
@@ -130,6 +135,7 @@ struct DocumentIndex {
     std::vector<Hit> joined(const std::vector<std::vector<Hit>>& rankings, size_t k) const;
 
   private:
+    double idf(double n) const; // of a word that is in n passages
     MappedFile file;
     Header h;
     uint64_t text, postings, names; // where they begin

@@ -2,7 +2,7 @@
 //
 // Words: what jieba makes of Chinese; runs of letters and digits of other scripts in lower case, English without
 // plural; of identifiers also the parts (cudaMemcpyAsync: cuda, memcpy, async); pairs of kana and Hangul. A question is
-// without those that only ask (what, 什么).
+// without those that say nothing about its subject (what, I, 什么).
 #pragma once
 #include "book/jieba.h"
 #include <cstdint>
@@ -18,6 +18,7 @@ void index_words(const Jieba& jieba, std::string_view text, const std::function<
 using WordCounts = std::vector<std::pair<uint64_t, uint32_t>>;
 WordCounts count_words(const Jieba& jieba, std::string_view text, uint32_t& length); // length: all words of it
 
-// Words that say that something is asked, and not about what: they are rare in texts that tell, and would weigh much.
-bool only_asks(std::string_view word);
+// Words that say nothing about a subject, in English as index_words gives them ("thi"): those that only ask, pronouns,
+// prepositions, auxiliaries. Some are rare in the texts, and would weigh much.
+bool says_nothing(std::string_view word);
 WordCounts question_words(const Jieba& jieba, std::string_view question); // without these

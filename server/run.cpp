@@ -9,6 +9,7 @@
 #include "search/documents.h"
 #include "search/embed.h"
 #include "search/hybrid.h"
+#include "search/quote.h"
 #include "search/rerank.h"
 #include "server/api/batch.h"
 #include "server/api/limits.h"
@@ -40,7 +41,7 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     }
     w.field("name", o.name).field("model", file.hash());
     w.field("adapter", adapter ? adapter_hash(*adapter, 1) : 0).field("tokenizer", tokenizer.hash());
-    if (documents) w.field("documents", documents->hash());
+    if (documents) w.field("documents", documents->hash()).field("quote", o.documents.quote);
     w.field("dtype", o.dtype);
     if (o.ctx.kv_fp8) w.field("kv", "fp8");
     if (o.ctx.fp8_activations) w.field("activations", "fp8");
@@ -140,6 +141,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     for (auto& one : present) adapters.add(one);
     present.clear();
     server.service.documents = documents;
+    server.service.quotes = quotes(o.documents, c, [](auto& line) { print_error("serve", line); });
     server.service.generates = o.does("generate");
     if (o.does("embed")) end_of_text(tokenizer), server.service.dimensions = c.C;
     if (o.does("rerank")) {

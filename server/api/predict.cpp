@@ -85,6 +85,7 @@ Asked read_predict(const Service& service, std::string_view body, uint64_t salt)
         job.how.temperature = 0;
         job.max_tokens = std::min((size_t)service.predicts.max_tokens, context - job.prompt.size());
         job.bulk = list;
+        quote_passage(service, a.ask.sources, job);
         a.ask.jobs.push_back(std::move(job));
     }
     a.ask.documents = false; // (sources have no place in the response)

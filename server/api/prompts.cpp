@@ -2,12 +2,14 @@
 #include "search/grounding.h"
 #include "search/hybrid.h"
 #include "search/index.h"
+#include "search/quote.h"
 #include "server/api/conversation.h"
 #include "server/api/limits.h"
 #include "server/api/prompts.h"
 #include "server/api/request.h"
 #include <algorithm>
 #include <climits>
+#include <cstring>
 
 namespace server {
 
@@ -33,6 +35,7 @@ static std::vector<Source> add_passages(const Service& service, std::vector<Mess
     auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
     const size_t context = (size_t)service.context;
     try {
+        if (service.quotes) return find_passages(*service.documents, messages);
         return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
     } catch (const LookupStopped&) {
         throw Refusal(503, "the lookup in documents was given up");
@@ -93,6 +96,17 @@ std::vector<int> chat_prompt(const Service& service, const Fields& f, const Prom
     } catch (const Error& e) {
         throw Refusal(400, e.what(), "messages");
     }
+}
+
+void quote_passage(const Service& service, std::vector<Source>& sources, Job& job) {
+    if (!service.quotes) return;
+    if (job.form || job.tools || job.alternatives >= 0) sources.clear();
+    if (sources.empty()) return;
+    Quote q = quote(sources[0], *service.tokenizer, (size_t)service.context / 4, job.stops, job.max_tokens);
+    auto piece = std::make_shared<Piece>();
+    piece->choice = job.choice, piece->text = std::move(q.text), piece->stop = std::move(q.stop);
+    piece->finish = q.finish, piece->count = q.ids.size() + !strcmp(q.finish, "stop");
+    job.given = piece;
 }
 
 ChatOptions chat_options_from_json(const Service& service, const Fields& f) {

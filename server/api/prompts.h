@@ -1,6 +1,7 @@
 // prompts.h: the ids of prompts, from texts, ids or conversations.
 #pragma once
 #include "model/chat_template.h"
+#include "search/documents.h"
 #include "server/api/fields.h"
 #include "server/api/service.h"
 #include <vector>
@@ -8,6 +9,7 @@
 namespace server {
 
 struct Ask;
+struct Job;
 
 std::vector<int> ids_from_json(const Service& service, sj::Value list, const char* name);
 
@@ -25,6 +27,9 @@ std::vector<std::vector<int>> prompts_from_json(const Service& service, sj::Valu
 
 // `ask`: gets the sources, if it wants passages of the documents.
 std::vector<int> chat_prompt(const Service& service, const Fields& f, const PromptOptions& o, Ask* ask = nullptr);
+
+// The best passage becomes the job's answer, if there is one and plain text is wanted. Else `sources` are none.
+void quote_passage(const Service& service, std::vector<Source>& sources, Job& job);
 
 // Whether it thinks: as the request says in one of two ways, else as the server does.
 ChatOptions chat_options_from_json(const Service& service, const Fields& f);

@@ -228,6 +228,7 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
     std::vector<std::vector<int>> prompts;
     if (chat) prompts.push_back(chat_prompt(service, f, how, &ask));
     else prompts = prompts_from_json(service, f["prompt"], how);
+    if (service.quotes && how.chat.continue_final) ask.sources.clear(); // (the model goes on with its own words)
     if (prompts.size() * ask.each > (size_t)MAX_CHOICES)
         throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
     auto reply = std::make_shared<Reply>();
@@ -253,6 +254,7 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
             one.how.seed += (uint64_t)one.choice;
             one.max_tokens = std::min((size_t)limit, room);
             one.min_tokens = std::min((size_t)least, one.max_tokens);
+            quote_passage(service, ask.sources, one);
             told += one.max_tokens * (size_t)(one.alternatives + 1);
             ask.jobs.push_back(std::move(one));
         }

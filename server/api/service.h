@@ -43,6 +43,7 @@ struct Service {
     struct { std::string system; int max_tokens = 384; } predicts{}; // /predict: system prompt ("": `system`), limit
     std::shared_ptr<Forms> forms = std::make_shared<Forms>();
     std::shared_ptr<const Documents> documents{}; // that answers are looked up in; none: no --docs
+    bool quotes = false;                  // ... their best passage is the answer, where plain text is wanted
     bool generates = true;                // answers are made;
     int dimensions = 0;                   // ... vectors of so many numbers, 0: none;
     std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none

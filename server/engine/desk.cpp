@@ -1,10 +1,25 @@
 // desk.cpp: room for jobs, and figures of all engines.
 #include "server/engine/desk.h"
 #include "server/engine/job.h"
+#include <algorithm>
 
 namespace server {
 
+void Desk::deliver(Reply& reply, Piece&& piece) {
+    if (reply.share && !unsent.add(*reply.share, bytes_of(piece))) reply.cancelled = true;
+    std::lock_guard lock(reply.mutex);
+    reply.last = seconds();
+    if (reply.first == 0) reply.first = reply.last;
+    reply.left -= piece.finish != nullptr;
+    reply.put(std::move(piece));
+    if (reply.wake) reply.wake();
+}
+
 bool Desk::submit(std::vector<Job>&& jobs) {
+    const auto given = std::stable_partition(jobs.begin(), jobs.end(), [](auto& job) { return !job.given; });
+    for (auto job = given; job != jobs.end(); job++) deliver(*job->reply, Piece(*job->given));
+    jobs.erase(given, jobs.end());
+    if (jobs.empty()) return true;
     std::lock_guard lock(mutex);
     const bool pooled = jobs[0].pooled;
     Held& own = held[jobs[0].line()];

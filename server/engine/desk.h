@@ -1,6 +1,7 @@
 // desk.h: what passes between the threads of HTTP and those of engines: jobs, and the figures of what was done.
 #pragma once
 #include "server/engine/budget.h"
+#include "server/engine/reply.h"
 #include "server/engine/router.h"
 #include <condition_variable>
 #include <map>
@@ -24,8 +25,9 @@ struct Desk : Window {
     bool closed = false;              // nothing more will come
     Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
 
-    // The jobs of one request. False: there is no room for them now.
+    // The jobs of one request. False: there is no room for them now. Answers that are given go to their reply at once.
     bool submit(std::vector<Job>&& jobs);
+    void deliver(Reply& reply, Piece&& piece);
     void place(Job&& job); // with `mutex` held
     size_t answers() const; // `mutex` is held
 

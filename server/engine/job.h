@@ -42,6 +42,7 @@ struct Job {
     AdapterPtr adapter{};             // it is computed with
     bool bulk = false;                // one of a batch: nobody waits for its next token
     int priority = 0;                 // within its key; the lowest first
+    std::shared_ptr<const Piece> given{}; // the answer, where no model makes it
     bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();
     std::shared_ptr<void> counted{};  // as load of the engine that has it, see Window

@@ -92,16 +92,7 @@ void Scheduler::tell() {
 }
 
 void Scheduler::deliver() {
-    const double now = seconds();
-    for (auto& [reply, piece] : outbox) {
-        if (reply->share && !desk.unsent.add(*reply->share, bytes_of(piece))) reply->cancelled = true;
-        std::lock_guard lock(reply->mutex);
-        if (reply->first == 0) reply->first = now;
-        reply->last = now;
-        reply->left -= piece.finish != nullptr;
-        reply->put(std::move(piece));
-        if (reply->wake) reply->wake();
-    }
+    for (auto& [reply, piece] : outbox) desk.deliver(*reply, std::move(piece));
     outbox.clear();
 }
 

@@ -1,6 +1,7 @@
 // Retrieval: how often the passage that holds an answer is found, and how long an index and a question take.
 //   make build/bench_retrieval; from the repository's root:
 //   build/bench_retrieval recall data/course/notes data/course/exam_qa.jsonl ...   questions with `evidence` FILE:FIRST-LAST
+//   build/bench_retrieval nothing data/course/notes tests/fixtures/everyday.txt    how many of these lines find a passage
 //   build/bench_retrieval words data/course/notes data/course/exam_qa.jsonl ...    the same words as JSON, for
 //                                                                                  tests/reference/peer_bm25.py
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages
@@ -61,9 +62,11 @@ static bool holds(const DocumentIndex& index, uint32_t passage, const Question& 
     return index.name_of(index.file_at(p.file)) == q.file && p.line <= q.last && last >= q.first;
 }
 
-// The rank of the first passage that holds the answer, from 1 on; 0: none does.
-static size_t rank_of(const DocumentIndex& index, const Jieba& jieba, const Question& q) {
-    const std::vector<DocumentIndex::Hit> hits = index.search(question_words(jieba, q.text), index.header().passages);
+// The rank of the first passage that holds the answer, from 1 on; 0: none does, or none is shown.
+static size_t rank_of(const DocumentIndex& index, const Jieba& jieba, const Question& q, bool limited) {
+    const WordCounts words = question_words(jieba, q.text);
+    const std::vector<DocumentIndex::Hit> hits = index.search(words, index.header().passages);
+    if (limited && !hits.empty() && !index.is_about(jieba, words, hits[0])) return 0;
     for (size_t i = 0; i < hits.size(); i++)
         if (holds(index, hits[i].passage, q)) return i + 1;
     return 0;
@@ -73,7 +76,7 @@ static void recall(const DocumentIndex& index, const Jieba& jieba, const std::ve
     std::vector<double> at_1, at_5, reciprocal;
     size_t none = 0;
     for (const Question& q : questions) {
-        const size_t rank = rank_of(index, jieba, q);
+        const size_t rank = rank_of(index, jieba, q, true);
         at_1.push_back(rank == 1 ? 100 : 0), at_5.push_back(rank >= 1 && rank <= 5 ? 100 : 0);
         reciprocal.push_back(rank ? 1 / (double)rank : 0);
         none += rank == 0;
@@ -85,12 +88,24 @@ static void recall(const DocumentIndex& index, const Jieba& jieba, const std::ve
            five.mean, five.low, five.high, mean.mean, mean.low, mean.high, none);
 }
 
+static void print_found(const Documents& documents, std::string_view questions) {
+    size_t all = 0, found = 0;
+    for (size_t at = 0; at < questions.size(); all++) {
+        const std::string_view line = questions.substr(at, questions.find('\n', at) - at);
+        at += line.size() + 1;
+        if (documents.find(line).empty()) continue;
+        found++;
+        printf("%s\n", std::string(line).c_str());
+    }
+    printf("%zu of %zu questions find a passage\n", found, all);
+}
+
 // {"passages": [[word, ...]], "questions": [{"words": [...], "holds": [number, ...], "rank": ours}]}
 static void print_words(const DocumentIndex& index, const Jieba& jieba, const std::vector<Question>& questions) {
     sj::Writer w;
     auto list = [&](std::string_view text, bool asked) {
         w.array();
-        index_words(jieba, text, [&](std::string_view word) { if (!asked || !only_asks(word)) w.value(word); });
+        index_words(jieba, text, [&](std::string_view word) { if (!asked || !says_nothing(word)) w.value(word); });
         w.end();
     };
     w.object().key("passages").array();
@@ -105,7 +120,7 @@ static void print_words(const DocumentIndex& index, const Jieba& jieba, const st
         w.key("holds").array();
         for (uint32_t i = 0; i < index.header().passages; i++)
             if (holds(index, i, q)) w.value((size_t)i);
-        w.end().field("rank", rank_of(index, jieba, q)).end();
+        w.end().field("rank", rank_of(index, jieba, q, false)).end();
     }
     printf("%s\n", w.end().end().text.c_str());
 }
@@ -249,12 +264,13 @@ int main(int argc, char** argv) {
         if (what == "speed" && argc == 4) return speed(argv[2], argv[3]), 0;
         if (what == "vectors" && argc == 4)
             return scan((size_t)parse_integer("N", argv[2], 1, 1 << 26), (size_t)parse_integer("DIMENSIONS", argv[3], 1, 65536)), 0;
-        if ((what != "recall" && what != "words") || argc < 4) DIE("see the head of this file for how it is used");
+        if ((what != "recall" && what != "words" && what != "nothing") || argc < 4) DIE("see the head of this file for how it is used");
         const std::string path = format("/tmp/bench_retrieval.%d.index", (int)getpid());
-        { Documents made({argv[2], path, 5}, SILENT); }
+        const Documents documents({argv[2], path, 5}, SILENT);
         const DocumentIndex index(path);
         unlink(path.c_str());
         const Jieba jieba(find_jieba());
+        if (what == "nothing") return print_found(documents, MappedFile(argv[3]).text()), 0;
         if (what == "words") return print_words(index, jieba, read_questions(argv + 3, argc - 3)), 0;
         for (int i = 3; i < argc; i++) printf("%s: ", argv[i]), recall(index, jieba, read_questions(argv + i, 1));
         if (argc > 4) printf("all: "), recall(index, jieba, read_questions(argv + 3, argc - 3));

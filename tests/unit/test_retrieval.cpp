@@ -5,6 +5,7 @@
 #include "search/document_files.h"
 #include "search/documents.h"
 #include "search/grounding.h"
+#include "search/quote.h"
 #include "search/index.h"
 #include "search/index_builder.h"
 #include "search/index_update.h"
@@ -108,7 +109,8 @@ TEST_CASE("words: a question is without those that only ask") {
     CHECK(hashes_of(question_words(jieba(), "什么是 warp？")) == std::vector<uint64_t>{fnv1a("warp")});
     CHECK(hashes_of(question_words(jieba(), "What is the warp of a warp?")) == std::vector<uint64_t>{fnv1a("warp")});
     CHECK(question_words(jieba(), "为什么？ Why? How many?").empty());
-    CHECK(question_words(jieba(), "his an is").size() == 1); // whole words only
+    CHECK(question_words(jieba(), "hist an is").size() == 1); // whole words only
+    CHECK(question_words(jieba(), "How do I get this? 我们可以怎么办？").empty());
 }
 
 // ----------------------------------------------------------------------------------------- the index
@@ -1035,7 +1037,7 @@ TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and 
     Library library;
     library.put("a.md", "# Warps\n\nA warp has 32 lanes.");
     library.put("b.md", "# Banks\n\nShared memory has banks.");
-    const Strings docs = {"--docs", library.folder, "--index", library.index};
+    const Strings docs = {"--docs", library.folder, "--index", library.index, "--quote", "0"};
     auto with = [&](Strings more) {
         more.insert(more.begin(), docs.begin(), docs.end());
         return more;
@@ -1104,6 +1106,82 @@ TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and 
     check_refusal(other, "qwen3", "begun with another model, other rows or options");
 }
 
+TEST_CASE("qwen3 --docs: a model that is too small to use passages quotes the best one") {
+    Library library;
+    library.put("a.md", "# Warps\n\nA warp has 32 lanes.");
+    library.put("b.md", "# Banks\n\nShared memory has banks.");
+    const std::string quote = "# Warps\n\nA warp has 32 lanes.\n\n— a.md:1, Warps";
+    auto ask = [&](const Strings& more, std::string_view input = "") {
+        Strings all = {"--docs", library.folder, "--index", library.index, "-n", "200"};
+        all.insert(all.end(), more.begin(), more.end());
+        return run(all, input);
+    };
+    const Result one = ask({"-i", "What is a warp?", "--json"});
+    REQUIRE(one.status == 0);
+    CHECK(one.err.find("the best passage of --docs is quoted: 0.2 M parameters are too few to use passages\n") != std::string::npos);
+    const Json answer(one.out);
+    CHECK(answer["text"].str() == quote);
+    CHECK(answer["finish_reason"].str() == "stop");
+    CHECK(answer["answer_tokens"].number() == (double)answer["ids"].size());
+    CHECK(answer["sources"][(size_t)0]["file"].str() == "a.md");
+    const Result text = ask({"-i", "What is a warp?"});
+    CHECK(text.out == quote + "\n");
+    CHECK(text.err.find("[1]") == std::string::npos);
+    CHECK(Json(ask({"-i", "What is a warp?", "--json", "-n", "3"}).out)["finish_reason"].str() == "length");
+    // Where nothing is found, the model answers as without documents.
+    CHECK(ask({"-i", "unheard-of"}).out == run({"-i", "unheard-of", "-n", "200"}).out);
+    CHECK(ask({}, "What is a warp?\nWhy?\n").out == quote + "\n" + quote + "\n");
+    const std::string rows = library.scratch / "qa.jsonl", out = library.scratch / "out.jsonl";
+    write_file(rows, "{\"instruction\": \"What is a warp?\", \"output\": \"32 lanes.\"}\n");
+    CHECK(ask({"--eval", rows, "-o", out}).status == 0);
+    CHECK(Json(read_file(out))["answer"].str() == quote);
+    CHECK(Json(read_file(out))["finish"].str() == "stop");
+}
+
+TEST_CASE("a quote is cut behind a sentence or a line to fit, and ends at a stop string as an answer does") {
+    const Tokenizer tokenizer("tests/fixtures/tiny/tokenizer.bin");
+    const Source source = {"a.md", "Warps", "A warp has lanes. It has 32.\n\n```\nint x;\nint y;\n```\n线程束很小。它有 32 个线程。", 1, 2.f};
+    const std::string end = "\n\n— a.md:1, Warps";
+    auto tokens = [&](const std::string& text) { return tokenizer.encode(text, false).size(); };
+    const Quote all = quote(source, tokenizer, 1000, {}, 1000);
+    CHECK(all.text == source.text + end);
+    CHECK(all.ids.size() == tokens(all.text));
+    for (size_t room = 0; room < tokens(all.text) + 5; room++) {
+        const Quote q = quote(source, tokenizer, room, {}, 1000);
+        CAPTURE(q.text);
+        REQUIRE(q.text.size() >= end.size());
+        CHECK(q.text.substr(q.text.size() - end.size()) == end);
+        CHECK((q.ids.size() <= room || q.text == " …" + end));
+        const std::string kept = q.text.substr(0, q.text.find(" …"));
+        CHECK(source.text.compare(0, kept == q.text ? 0 : kept.size(), kept == q.text ? "" : kept) == 0);
+        CHECK((q.text.find("int") == q.text.npos || q.text.find("\n```\n") != q.text.npos)); // fences are closed
+        std::string repaired;
+        utf8_repair(repaired, q.text, true);
+        CHECK(repaired == q.text);
+    }
+    const Quote stopped = quote(source, tokenizer, 1000, {"never", "It has"}, 1000);
+    CHECK(stopped.text == "A warp has lanes. ");
+    CHECK(stopped.stop == "It has");
+    const Quote cut = quote(source, tokenizer, 1000, {}, 4);
+    CHECK(cut.ids.size() == 4);
+    CHECK(cut.finish == std::string("length"));
+}
+
+TEST_CASE("a passage with few of the question's words is not shown") {
+    Library library;
+    for (int i = 0; i < 40; i++) library.put(format("%d.md", i), format("number%d of a kernel with threads and a common word, long enough to tell", i));
+    const Documents docs = library.open();
+    CHECK(docs.find("How do I bake a kernel cake with yeast?").empty());
+    CHECK(docs.find("What is a kernel?").size() == 4);
+    CHECK(docs.find("How long is number7 of the kernels?").size() == 4);
+    size_t found = 0, all = 0;
+    const Documents notes({"data/course/notes", library.scratch / "notes.index", 4}, [](auto&) {});
+    for (auto& question : lines(read_file("tests/fixtures/everyday.txt"))) all++, found += !notes.find(question).empty();
+    CHECK(all == 100);
+    CHECK(found <= 5);
+    for (const char* question : {"什么是 warp？", "什么是共享内存？", "What is CUDA?", "What is coalesced access?"}) CHECK(!notes.find(question).empty());
+}
+
 TEST_CASE("qwen3 --docs: what is wrong is one line") {
     Library library;
     auto refused = [](const Strings& more, const char* word) {
@@ -1115,6 +1193,7 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"-i", "a", "--docs", library.folder + "/none"}, "No such file or directory");
     refused({"-i", "a", "--index", library.index}, "--index is for --docs");
     refused({"-i", "a", "--passages", "4"}, "--passages is for --docs");
+    refused({"-i", "a", "--quote", "1"}, "--quote is for --docs");
     refused({"-i", "a", "--docs-embed", "m"}, "--docs-embed is for --docs");
     refused({"-i", "a", "--docs-rerank", "m"}, "--docs-rerank is for --docs");
     library.put("a.md", "warp");

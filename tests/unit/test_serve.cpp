@@ -2029,7 +2029,7 @@ TEST_CASE("documents: the question gets passages unless the request says no; sou
     make_folder(scratch / "docs");
     write_file(scratch / "docs/warps.md", "# Warps\n\nA warp has 32 lanes.");
     write_file(scratch / "docs/banks.md", "# Banks\n\nShared memory has banks.");
-    const Strings options = {"--docs", scratch / "docs", "--index", scratch / "docs.index"};
+    const Strings options = {"--docs", scratch / "docs", "--index", scratch / "docs.index", "--quote", "0"};
     std::string plain, with_passages;
     const std::string more = "\"max_tokens\": 8, \"temperature\": 0", off = more + ", \"use_documents\": false", ask = "What is a warp?";
     {
@@ -2093,6 +2093,55 @@ TEST_CASE("documents: the question gets passages unless the request says no; sou
     const Json cut(tight.chat(question(ask, more)).body);
     CHECK(cut["usage"]["prompt_tokens"].number() <= 152);
     CHECK(cut["usage"]["completion_tokens"].number() > 0);
+    server.check_idle();
+}
+
+TEST_CASE("documents: a model that is too small quotes the best passage, whole and streamed, in every dialect") {
+    Scratch scratch;
+    make_folder(scratch / "docs");
+    write_file(scratch / "docs/warps.md", "# Warps\n\nA warp has 32 lanes.");
+    write_file(scratch / "docs/banks.md", "# Banks\n\nShared memory has banks.");
+    const Serving server({"--docs", scratch / "docs", "--index", scratch / "docs.index"});
+    CHECK(server.err.text().find("serve: the best passage of --docs is quoted: 0.2 M parameters are too few to use passages\n") != std::string::npos);
+    const std::string ask = "What is a warp?", quote = "# Warps\n\nA warp has 32 lanes.\n\n— warps.md:1, Warps", off = "\"max_tokens\": 8, \"temperature\": 0, \"use_documents\": false";
+    const Json one(server.chat(question(ask, "\"n\": 2")).body), without(server.chat(question(ask, off)).body);
+    for (size_t i = 0; i < 2; i++) {
+        CHECK(one["choices"][i]["message"]["content"].str() == quote);
+        CHECK(one["choices"][i]["finish_reason"].str() == "stop");
+    }
+    CHECK(one["sources"][(size_t)0]["file"].str() == "warps.md");
+    CHECK(one["usage"]["prompt_tokens"].number() == without["usage"]["prompt_tokens"].number());
+    const size_t tokens = Tokenizer(VOCABULARY).encode(quote, false).size();
+    CHECK(one["usage"]["completion_tokens"].number() == 2. * (double)(tokens + 1));
+    const HttpReply stream = server.chat(question(ask, "\"stream\": true"));
+    CHECK(joined(stream)[0] == quote);
+    CHECK(stream.body.find("\"finish_reason\": \"stop\"") != std::string::npos);
+    const Json cut(server.chat(question(ask, "\"max_tokens\": 3")).body);
+    CHECK(cut["choices"][(size_t)0]["finish_reason"].str() == "length");
+    CHECK(cut["usage"]["completion_tokens"].number() == 3);
+    CHECK(content(server.chat(question(ask, "\"stop\": \"32\""))) == "# Warps\n\nA warp has ");
+
+    // The model answers where nothing is found, and where a form, tools or log-probabilities are wanted.
+    const std::string more = "\"max_tokens\": 8, \"temperature\": 0";
+    CHECK(content(server.chat(question("unheard-of", more))) == content(server.chat(question("unheard-of", off))));
+    const std::string tool = R"(, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}])";
+    for (const std::string& wants : {std::string(", \"logprobs\": true"), tool, std::string(R"(, "guided_choice": ["a", "b"])")}) {
+        const Json other(server.chat(question(ask, more + wants)).body);
+        CAPTURE(wants);
+        CHECK(other["choices"].size() == 1);
+        CHECK(other["choices"][(size_t)0]["message"]["content"].str() != quote);
+        CHECK(other["sources"].is(sj::Array));
+        CHECK(other["sources"].size() == 0);
+    }
+    const Json predicted(server.post("/predict", R"({"prompt": ["What is a warp?", "unheard-of", "Which banks?"]})").body);
+    CHECK(predicted["response"][(size_t)0].str() == quote);
+    CHECK(predicted["response"][(size_t)1].str().find("—") == std::string::npos);
+    CHECK(predicted["response"][(size_t)2].str() == "# Banks\n\nShared memory has banks.\n\n— banks.md:1, Banks");
+    const HttpReply response = server.post("/v1/responses", R"({"model": "tiny", "input": "What is a warp?"})");
+    const HttpReply message = server.post("/v1/messages", R"({"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "What is a warp?"}]})");
+    CHECK(Json(message.body)["content"][(size_t)0]["text"].str() == quote);
+    CHECK(Json(message.body)["stop_reason"].str() == "end_turn");
+    CHECK(Json(response.body)["output"][(size_t)0]["content"][(size_t)0]["text"].str() == quote);
     server.check_idle();
 }
 
