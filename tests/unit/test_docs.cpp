@@ -353,26 +353,6 @@ TEST_CASE("docs: the README is short, and counts our lines") {
     CHECK(std::abs(figure - (double)actual) < 0.1 * (double)actual);
 }
 
-TEST_CASE("docs: the table of three seeds is what data/seeds.awk makes of their results") {
-    auto table = [](const std::string& results) {
-        const Result r = Process("/usr/bin/env", {"awk", "-f", "data/seeds.awk", results}).wait();
-        INFO(r.err << r.out);
-        REQUIRE(r.status == 0);
-        return r.out;
-    };
-    Scratch folder;
-    std::string page = "| baselines | rows | ROUGE-L | facts |\n|---|---|---|---|\n| a: b | 7 | 3.00 [1.00, 2.00] (7) | - |\n";
-    for (const char* value : {"1.00", "2.00", "6.00"}) // mean 3, deviation sqrt 7: 3 -+ 4.303 sqrt(7 / 3) = -3.57, 9.57
-        page += "\n## Seed\n\n| questions | rows | ROUGE-L | facts |\n|---|---|---|---|\n| a: b | 7 | "s + value + " [0.10, 9.00] (7) | - |\n";
-    write_file(folder / "page", page);
-    CHECK(table(folder / "page") ==
-          "| questions | rows | number | seeds 1 to 3 | mean | range | 95% interval of the mean |\n|---|---|---|---|---|---|---|\n"
-          "| a: b | 7 | ROUGE-L | 1.00, 2.00, 6.00 | 3.00 | 1.00 to 6.00 | [0.00, 9.57] |\n");
-    const std::string shown = table("data/tiny/RESULTS.md");
-    CHECK(lines(shown).size() >= 10);
-    CHECK(read("data/README.md").find(shown) != std::string::npos);
-}
-
 TEST_CASE("docs: the picture is what docs/session.py draws of the recording") {
     Scratch folder;
     for (const char* name : {"session.py", "session.cast"}) fs::copy(fs::path("docs") / name, folder.path / name);
