@@ -178,7 +178,7 @@ $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp,$(wildcard $(patsubst %,%/*.cpp,base model form search book cli)) \
              $(wildcard model/*.cu))
 single: $(BUILD)/qwen3_single.cu
-$(BUILD)/qwen3_single.cu: single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
+$(BUILD)/qwen3_single.cu: capi/single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
 	@mkdir -p $(BUILD)
 	@awk -f $< $(SINGLE) > $@ && echo "built     $@"
 

@@ -1,6 +1,6 @@
-# single.awk: qwen3.cu, its headers and the sources of its rooms as one file. Each file that is named, or included by one in
+# qwen3.cu, its headers and the sources of its rooms as one file. Each file that is named, or included by one in
 # quotes, is written once, where it is met first. cpu/ and gpu/ are left out: the file is the portable build.
-#   awk -f single.awk qwen3.cu base/*.cpp ... > build/qwen3_single.cu
+#   awk -f capi/single.awk qwen3.cu base/*.cpp ... > build/qwen3_single.cu
 function write(file, line, name) {
     if (file in written || file ~ /^(cpu|gpu)\//) return
     written[file] = 1
