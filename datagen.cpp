@@ -4,9 +4,9 @@
 //   clean > split > train, test > pack > train.bin, test.bin            (stats and unpack look into any of them)
 //
 // Every step reads and writes JSONL, a row at a time, and is a pure function of its files: run it again and the same
-// bytes come out. Output goes to stdout, or with -o to a file that appears when it is complete; a step that is
-// stopped leaves nothing behind, except `generate`, whose answers cost money: they go into a journal at once.
-// What is not passed on is counted by rule on stderr and stands, with rule and reason, in INPUT.dropped.
+// bytes come out. Output goes to stdout, or with -o to a file that appears when it is complete. A stopped step leaves
+// nothing behind, except `generate`, whose answers cost money: they are written to a journal at once.
+// Dropped rows are counted by rule on stderr, and listed with rule and reason in INPUT.dropped.
 //
 // Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit in
 // the code protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
@@ -37,7 +37,7 @@
 namespace book {
 
 struct Command {
-    const char *name, *files, *options; // of OPTIONS; those that every command knows are not named again
+    const char *name, *files, *options; // of OPTIONS; those common to all commands are not listed
     size_t fewest, most;                // files
     int (*run)(const Arguments&);
     const char* help;
@@ -66,8 +66,8 @@ static const Command COMMANDS[] = {
      "DOCX with 问题： and 答案：). Exit status 0: passed, 1: failed"},
 };
 
-// What each option means; Arguments::given has it under its first name. Some defaults come from limits.txt: a test sees
-// that the two agree.
+// The help of each option; Arguments::given holds it under its first name. Some defaults come from limits.txt: a test
+// checks that the two agree.
 static std::vector<Option> option_table(Arguments& a) {
     std::vector<Option> table = {
         {"-o", "--output", "FILE", "default: standard output. split: a folder (default: this one)", {}},

@@ -75,7 +75,7 @@ static std::vector<ApiKey> read_keys(const std::string& path) {
         const size_t end = std::min(line.find_first_of(" \t"), line.size());
         const size_t name = std::min(line.find_first_not_of(" \t", end), line.size());
         keys.push_back({line.substr(0, end), line.substr(name)});
-        if (!seen.insert(keys.back().key).second) // (nothing of a key is shown)
+        if (!seen.insert(keys.back().key).second) // never print any part of a key
             DIE("%s: line %zu: this key is there already", path.c_str(), number);
         if (keys.back().name.empty()) keys.back().name = format("key %zu", keys.size());
     }
@@ -88,7 +88,7 @@ static const char* USAGE =
     "       serve MODEL --batch REQUESTS.jsonl -o RESPONSES.jsonl [options]\n"
     "       serve --version\n";
 
-// NAME=DIR; what is a folder as it stands (runs/lr=1e-4) is no name.
+// NAME=DIR. A value that is an existing folder (runs/lr=1e-4) has no name.
 static void add_adapter(Options& o, const char* option, const std::string& value) {
     struct stat st;
     const size_t equals = value.find('=');
@@ -208,11 +208,11 @@ static Options parse_options(int argc, char** argv) {
     return o;
 }
 
-// The first signal lets what is under way come to its end; a second one, or one before there is anything, ends all.
-// Any thread may be the one that it stops: hence the atomics.
+// The first signal starts a drain: work in progress finishes. A second one, or one during loading, exits at once.
+// A signal may interrupt any thread: hence the atomics.
 static void on_signal(int) {
     if (loading || stopping.exchange(true)) _exit(130);
-    interrupted = 1; // lookups of batches; those of other requests come to their end, as these do
+    interrupted = 1; // stops the lookups of batches; those of other requests finish
 }
 
 // One adapter for all requests, or several to choose from.
@@ -248,7 +248,7 @@ static int run(int argc, char** argv) {
 }
 
 int main(int argc, char** argv) {
-    take_signals({}, {SIGPIPE}); // and two of its own
+    take_signals({}, {SIGPIPE}); // SIGINT and SIGTERM have a handler of their own
     struct sigaction action = {};
     action.sa_handler = on_signal;
     sigaction(SIGINT, &action, nullptr);

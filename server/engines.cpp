@@ -1,4 +1,4 @@
-// engines.cpp: engines are made, run, and give their jobs to others when they fail.
+// engines.cpp: creates and runs engines; a failed engine's jobs move to the others.
 #include "base/error.h"
 #include "model/device.h"
 #include "model/instances.h"
@@ -18,7 +18,7 @@ template <class T> bool stay_packed(const Options& o) {
 template <class T>
 Engines<T>::Engines(Options o, const ModelFile& file, const AdapterFile* adapter, Engine<T>& zero)
     : desk(zero.desk), first(zero) {
-    EngineOptions e = zero.options; // (the context is what the first one has)
+    EngineOptions e = zero.options; // the context that the first engine chose
     e.at_most = false;
     for (o.gpu = 1; o.gpu < o.gpus; o.gpu++) {
         const Context ctx = choose_device(o, file);
@@ -62,9 +62,9 @@ void Engines<T>::compute(const Options& o, int k, Engine<T>& engine) {
         use_device(k);
         ThreadPace pace(o, engine.ctx);
         engine.run(pace);
-    } catch (const std::exception& fault) { // the GPU, or memory
+    } catch (const std::exception& fault) { // a GPU fault, or out of memory
         print_error("serve", o.gpus > 1 ? format("engine %d: %s", k, fault.what()) : fault.what());
-        if (!engine.hand_over()) _exit(1); // there is no way on
+        if (!engine.hand_over()) _exit(1); // no engine is left
     }
 }
 

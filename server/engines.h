@@ -1,4 +1,4 @@
-// engines.h: several engines, each on a GPU of its own (or all on the CPU), and the threads of all.
+// engines.h: several engines, one per GPU (or all on the CPU), and their threads.
 #pragma once
 #include "model/adapters.h"
 #include "model/model_file.h"
@@ -11,10 +11,10 @@
 
 namespace server {
 
-// Quantised weights, which else become bf16: a server's steps have many tokens, for which bf16 is faster, on CPUs too.
+// Whether quantised weights stay packed. Otherwise they become bf16, which is faster for a server's many tokens a step.
 template <class T> bool stay_packed(const Options& o);
 
-// Engines 1, 2, .. beside the first, each on a GPU of its own, and the threads of all.
+// Engines 1, 2, .. beside the first, one per GPU, and the threads of all.
 template <class T> struct Engines {
     struct One {
         Context ctx;
@@ -33,7 +33,7 @@ template <class T> struct Engines {
     void start(const Options& o);
 
   private:
-    void use_device(int k); // of this thread
+    void use_device(int k); // for this thread
     void compute(const Options& o, int k, Engine<T>& engine);
 };
 

@@ -14,12 +14,12 @@ namespace server {
 
 struct Options : ModelOptions {
     std::string name, system, key_file, batch, output, predict_system;
-    std::vector<std::string> tasks; // none: what the model's folder says
-    std::vector<std::pair<std::string, std::string>> adapters; // names and folders
+    std::vector<std::string> tasks; // empty: as the model's folder says
+    std::vector<std::pair<std::string, std::string>> adapters; // name, folder
     ServerOptions server;
     EngineOptions engine;
     int max_queue = 1024, think = 0, gpus = 1, predict_tokens = 384;
-    int jump = -1, lookup = -1; // negative: as suits the device
+    int jump = -1, lookup = -1; // negative: the device's default
     DocumentOptions documents{};
     Context ctx{};
 

@@ -1,4 +1,4 @@
-// run.cpp: what the program is made of, and in which order.
+// run.cpp: creates the parts of the program, in order.
 #include "base/error.h"
 #include "base/file.h"
 #include "model/adapters.h"
@@ -30,7 +30,7 @@
 
 namespace server {
 
-// What the answers of a batch depend on, but for its requests: a JSON object.
+// Everything the answers of a batch depend on, except its requests: a JSON object.
 static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
                                  const Tokenizer& tokenizer, const Documents* documents) {
     sj::Writer w;
@@ -50,7 +50,7 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     return w.field("system", o.system).end().text;
 }
 
-// Takes requests until a signal comes, then answers what it has.
+// Serves until a signal, then finishes the requests in progress.
 static int serve_http(const Options& o, Server& server, const std::string& depends) {
     server.ready = true;
     if (server.filing) server.filing->start(server.service, server.desk, depends);
@@ -74,8 +74,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (!e.max_seqs) e.max_seqs = gpu ? 256 : 16;
     e.burst = gpu ? 8192 : 512;
     e.paced = !e.chunk;
-    if (!e.chunk) e.chunk = gpu ? 64 : 8; // (on a GPU that many hardly cost more than one)
-    if (o.jump < 0) o.jump = gpu ? 0 : 2; // (a step of a GPU that is not all single tokens has no graph, and costs more)
+    if (!e.chunk) e.chunk = gpu ? 64 : 8; // on a GPU so many hardly cost more than one
+    if (o.jump < 0) o.jump = gpu ? 0 : 2; // a GPU step that is not all single tokens has no graph, and costs more
     e.jump = o.jump;
     e.lookup = o.lookup >= 0 ? o.lookup : LookUp::MOST;
     if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
@@ -89,11 +89,11 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     desk.keys = std::max<size_t>(1, o.server.keys.size());
     desk.limit = (size_t)(http ? o.max_queue + o.gpus * e.max_seqs : 4 * o.gpus * e.max_seqs + 2 * MAX_CHOICES);
     Server server(o.server, desk);
-    if (http) server.start(); // to say that it is loading
+    if (http) server.start(); // so that it can report that it is loading
 
     const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
     if (const std::string note = template_note(file, tokenizer); !note.empty()) print_error("serve", note);
-    std::vector<AdapterFile> named; // what is wrong with them is said before the model is read
+    std::vector<AdapterFile> named; // errors in them are reported before the model is read
     for (auto& one : o.adapters) named.emplace_back(one.second, c);
     std::shared_ptr<const Documents> documents;
     if (!o.documents.docs.empty())
@@ -112,7 +112,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     std::unique_ptr<AttachedAdapter<T>> attached;
     const int rows = e.max_seqs + std::max(e.chunk, e.burst);
     if (adapter) attached = std::make_unique<AttachedAdapter<T>>(o.ctx, weights, *adapter, rows);
-    std::vector<AdapterPtr> present; // before the engine takes what memory is left
+    std::vector<AdapterPtr> present; // before the engine takes the remaining memory
     for (size_t i = 0; i < named.size(); i++)
         present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
     named.clear();
@@ -126,7 +126,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     server.service.path = o.model;
     server.service.predicts = {o.predict_system, o.predict_tokens};
     Adapters& adapters = *server.service.adapters;
-    const size_t room = engine.room_for_adapters(); // of those that clients load, all together
+    const size_t room = engine.room_for_adapters(); // for all adapters that clients load
     adapters.open = [&, room](const std::string& name, const std::string& folder) {
         const AdapterFile from = blame("lora_path", [&] { return AdapterFile(folder, c, true); });
         if (LoadedAdapter::alive_bytes() + from.map.size > room)
@@ -134,7 +134,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
                                       (double)room / 1e9));
         try {
             return engine.attach(from, name);
-        } catch (const Error& e) { // memory
+        } catch (const Error& e) { // out of memory
             throw Refusal(503, e.what());
         }
     };

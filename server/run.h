@@ -1,4 +1,4 @@
-// run.h: a server, or a batch, from its options to its end.
+// run.h: runs a server or a batch, from its options to its end.
 #pragma once
 #include "model/model_file.h"
 #include "server/options.h"
@@ -6,10 +6,10 @@
 
 namespace server {
 
-inline std::atomic<bool> loading{true}; // a signal ends all at once
+inline std::atomic<bool> loading{true}; // a signal exits at once
 
-// Serves, or answers the batch, until a signal comes. T: what the model computes in. start: of the program, as
-// seconds() has it. Returns the exit status.
+// Serves, or answers the batch, until a signal. T: the type that the model computes in. start: of the program, in
+// seconds(). Returns the exit status.
 template <class T> int serve(Options& o, const ModelFile& file, double start);
 
 } // namespace server

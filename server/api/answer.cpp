@@ -224,7 +224,7 @@ void Answer::write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const {
     } else if (place.column == 1) {
         w.value(t.logprob);
     } else if (place.column == 2) {
-        // By name, the sampled token always. Of others that have a name in common the likeliest is told.
+        // Keyed by name. The sampled token is always there; of other tokens that share a name, the likeliest.
         std::set<std::string> told;
         const std::string own = token_name(tokenizer, t.id);
         w.object();

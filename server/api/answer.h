@@ -1,4 +1,4 @@
-// answer.h: from pieces to OpenAI's JSON: whole, in parts, or as server-sent events.
+// answer.h: turns pieces into OpenAI's JSON: whole, in parts, or as server-sent events.
 #pragma once
 #include "model/tokenizer.h"
 #include "search/documents.h"
@@ -15,14 +15,14 @@
 
 namespace server {
 
-// A token by itself: its text and its bytes. (One that is not whole characters is U+FFFD, but its bytes are its own.)
+// A single token's text. A token that is not whole characters becomes U+FFFD; its bytes are reported exactly.
 std::string token_text(const Tokenizer& t, int id);
 
-// ... and its name where names are keys: of one that is not whole characters its bytes, as in "bytes:\xe2\x80", so that
-// few tokens have the same one.
+// The token's name where names are keys. A token that is not whole characters is named by its bytes, as in
+// "bytes:\xe2\x80", so that few tokens share a name.
 std::string token_name(const Tokenizer& t, int id);
 
-// One request's answers as JSON: whole, in parts as they can be sent, or in chunks as they come.
+// One request's answers as JSON: whole, in parts of limited size, or in chunks as they arrive.
 struct Answer {
     const Tokenizer& tokenizer;
     std::string id, model;
@@ -32,21 +32,21 @@ struct Answer {
     struct Choice {
         std::string text, thought;
         std::vector<TokenInfo> tokens;
-        std::vector<CallPart> calls{}; // whole
-        size_t calls_begun = 0;        // of a stream
+        std::vector<CallPart> calls{}; // complete calls
+        size_t calls_begun = 0;        // for a stream
         bool begun = false;
         size_t offset = 0, count = 0, cached = 0, thoughts = 0;
         std::string stop{};
         const char* finish = nullptr;
     };
     std::vector<Choice> choices;
-    std::vector<std::string> echo;         // of each prompt, or none
-    bool documents;                        // sources are told,
-    std::vector<Source> sources;           // ... of a stream with its first event
-    std::shared_ptr<const Pooled> how;     // of `pooled`
+    std::vector<std::string> echo;         // one per prompt, or empty
+    bool documents;                        // sources are reported,
+    std::vector<Source> sources;           // ... in a stream with the first event
+    std::shared_ptr<const Pooled> how;     // for `pooled`
     std::unique_ptr<PooledAnswer> pooled;  // vectors or a ranking; null: text
     uint64_t call_seed = random_bits();
-    static constexpr size_t PART = 1 << 16; // bytes, about
+    static constexpr size_t PART = 1 << 16; // bytes, approximately
 
     Answer(const Service& service, const Ask& ask);
     virtual ~Answer() = default;
@@ -55,28 +55,28 @@ struct Answer {
         return std::all_of(choices.begin(), choices.end(), [](const Choice& c) { return c.finish; });
     }
     size_t count() const;
-    const char* broken() const { return pooled ? pooled->broken : nullptr; } // why it cannot be told
-    size_t cached() const; // of each prompt, by the first of its answers
+    const char* broken() const { return pooled ? pooled->broken : nullptr; } // why there is no result
+    size_t cached() const; // tokens; of each prompt, those of its first answer
 
-    // Takes a piece, to be told as a whole later.
+    // Takes a piece, to be reported later as a whole.
     virtual void add(Piece&& piece);
     std::string whole();
 
     // Adds to the request's line in the log.
     virtual void log(sj::Writer&) const {}
 
-    // The whole in parts: what comes next, until all is told. What has been told of log-probabilities is let go.
+    // The whole answer in parts: the next part, until told() is true. Log-probabilities already written are freed.
     virtual bool told() const { return place.told; }
     virtual std::string part();
 
-    // A piece as server-sent events; after the last, what closes the stream.
+    // A piece as server-sent events; the last piece also closes the stream.
     virtual std::string events(const Piece& piece);
 
   protected:
     Choice& note(const Piece& piece);
 
   private:
-    // Theirs alone, since a client may keep calls of many answers in one list.
+    // Unique per answer, since a client may keep the calls of many answers in one list.
     std::string call_id(size_t choice, size_t index) const {
         return format("call_%016llx", (unsigned long long)(call_seed + (choice << 32) + index));
     }
@@ -85,16 +85,16 @@ struct Answer {
     void write_usage(sj::Writer& w) const;
     const std::string& echo_of(size_t choice) const;
 
-    // Log-probabilities: an object of lists with an entry a token. A chat has one list, a completion has four.
+    // Log-probabilities: an object of lists with one entry per token. A chat has one list, a completion has four.
     bool tells(const std::vector<TokenInfo>& tokens) const { return logprobs && !(chat && tokens.empty()); }
     size_t columns() const { return chat ? 1 : 4; }
     void write_logprobs(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens);
-    // From `place` on, about a PART of them.
+    // Writes about PART bytes, from `place` on.
     void write_some(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens);
     void write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const;
 
     sj::Writer writer{};
-    struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // of what is told next
+    struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // the next entry to write
 };
 
 } // namespace server

@@ -1,4 +1,4 @@
-// asked.cpp: a request by its path.
+// asked.cpp: selects the reader of a request by its path.
 #include "server/api/asked.h"
 #include "server/api/embed_api.h"
 #include "server/api/fields.h"

@@ -1,4 +1,4 @@
-// batch.cpp: requests are asked for, and their answers kept.
+// batch.cpp: submits the requests of a batch and stores their answers.
 #include "base/json_lines.h"
 #include "base/options.h"
 #include "server/api/asked.h"
@@ -16,7 +16,7 @@
 
 namespace server {
 
-// models: gets the names of those that are asked.
+// models: receives the model names of the rows.
 static std::vector<BatchRow> read_batch(const MappedFile& file, size_t most, std::set<std::string>& models) try {
     std::vector<BatchRow> rows;
     std::set<std::string> seen;
@@ -39,7 +39,7 @@ static std::string batch_line(const std::string& custom_id, int status, const st
     sj::Writer w;
     w.object().field("id", "batch_req_" + id).field("custom_id", custom_id).key("response").object();
     w.field("status_code", status).field("request_id", "req_" + id).key("body").separate();
-    w.text += body; // JSON already
+    w.text += body; // already JSON
     return w.end().field("error", nullptr).end().text + "\n";
 }
 
@@ -85,12 +85,12 @@ Batcher::Batcher(const std::string& in, const std::string& out, const std::strin
 }
 
 void Batcher::answer(const Service& service, Desk& desk, const BatchHow& how, const std::function<bool()>& note) {
-    // So many requests are in the engine's hands that it never runs dry; they come back by `finished`.
+    // Submits enough requests that the engine never runs dry. Each enters `finished` when it completes.
     struct Open { std::shared_ptr<Reply> reply; std::unique_ptr<Answer> answer; };
     std::mutex mutex;
     std::condition_variable news;
     std::vector<size_t> finished;
-    struct OpenOnes : std::map<size_t, Open> { // however we leave, the engine must not call us any more
+    struct OpenOnes : std::map<size_t, Open> { // on every way out, the engine must stop calling back
         ~OpenOnes() {
             for (auto& [index, o] : *this) {
                 std::lock_guard lock(o.reply->mutex);
@@ -98,15 +98,15 @@ void Batcher::answer(const Service& service, Desk& desk, const BatchHow& how, co
             }
         }
     } open;
-    constexpr double PATIENCE = 600; // seconds until 503 is an answer, while nothing of ours is under way
+    constexpr double PATIENCE = 600; // seconds with no request of ours in progress, until a 503 becomes the answer
     size_t next = 0, jobs = 0;
-    double refused = 0;              // since when the next row gets a 503, which is of the moment
+    double refused = 0;              // when the next row first got a 503, which is temporary
     auto keep = [&](const BatchRow& row, int status, const std::string& body) {
         const std::string line = batch_line(row.custom_id, status, body);
         append(checksum(line) + line);
         have++, failed += status != 200;
     };
-    auto begin = [&](size_t index) { // false: there is no room for it now
+    auto begin = [&](size_t index) { // false: no room now
         auto [ask, answer] = read_batch_line(service, rows[index].line, how);
         if (!ask.pooled && ask.jobs.size() > desk.limit)
             throw Refusal(400, format("the queue has room for %zu answers", desk.limit), "n");
@@ -129,8 +129,7 @@ void Batcher::answer(const Service& service, Desk& desk, const BatchHow& how, co
         return !finished.empty();
     };
     while (have < rows.size() && !note()) {
-        // (Thousands may be refused, each after a while, or looked up in documents. What is finished does not
-        // wait.)
+        // Thousands may be refused or looked up in documents, each after a while. Stops when an answer has finished.
         while (next < rows.size() && jobs < how.most && !some_finished() && !note()) {
             const size_t index = next++;
             if (rows[index].answered) continue;
@@ -142,7 +141,7 @@ void Batcher::answer(const Service& service, Desk& desk, const BatchHow& how, co
                 begun = r.status != 503 || (open.empty() && !interrupted && seconds() - refused > PATIENCE);
                 if (begun) keep(rows[index], r.status, error_json(r));
             }
-            if (!begun) { // later
+            if (!begun) { // retry later
                 next = index;
                 break;
             }
@@ -157,7 +156,7 @@ void Batcher::answer(const Service& service, Desk& desk, const BatchHow& how, co
         for (size_t index : ready) {
             Open& o = open[index];
             {
-                std::lock_guard lock(o.reply->mutex); // until the engine is back from the call that woke us
+                std::lock_guard lock(o.reply->mutex); // waits until the engine has left `wake`
                 o.reply->wake = nullptr;
                 for (Piece& piece : o.reply->pieces) o.answer->add(std::move(piece));
             }
@@ -192,7 +191,7 @@ int Batcher::run(const Service& service, Desk& desk) {
                 have, rows.size(), (double)desk.look().answer_tokens / spent, left, terminal ? "" : "\n");
         told = seconds();
     };
-    answer(service, desk, {1, 0, desk.limit / 2}, [&] { // (`limit` is made for that)
+    answer(service, desk, {1, 0, desk.limit / 2}, [&] { // `limit` was chosen for that
         if (seconds() - told >= (terminal ? 1 : 30)) show();
         return stopping.load();
     });
@@ -249,7 +248,7 @@ void Batcher::take_up() {
         if (std::exchange(row.answered, true)) return;
         have++, failed += !ok;
     });
-    // Half a line is asked again.
+    // A partial last line is cut off; its request is sent again.
     if (ftruncate(fileno(file.get()), (off_t)whole)) DIE("%s: %s", partial.c_str(), strerror(errno));
     if (whole == 0) append(header);
     fprintf(stderr, "%s: %zu of %zu answers are there\n", partial.c_str(), have, rows.size());

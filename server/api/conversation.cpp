@@ -1,4 +1,4 @@
-// conversation.cpp: messages, whose results of tools come in the order of their calls.
+// conversation.cpp: messages; tool results are sorted by the order of their calls.
 #include "base/error.h"
 #include "server/api/conversation.h"
 #include <algorithm>
@@ -24,7 +24,7 @@ static void read_further_fields(sj::Value v, size_t i, Message& m) {
 }
 
 namespace {
-// The calls so far, by their ids. A later message may use an id again: then it is that of its call.
+// The calls so far, by id. A later message may reuse an id, which then belongs to its own call.
 struct Calls {
     struct Named { size_t message = 0; std::vector<size_t> numbers{}; size_t answered = 0; };
     std::map<std::string, Named> by_id{};
@@ -40,7 +40,7 @@ struct Calls {
             named.numbers.push_back(count);
         }
     }
-    // The number of the call that has this id; of several in one message that of the next.
+    // The number of the call with this id. If one message has several such calls, the next one without a result.
     size_t answer(sj::Value id) {
         const auto found = by_id.find(id.str());
         if (!id.is(sj::String) || found == by_id.end())
@@ -51,12 +51,12 @@ struct Calls {
 };
 } // namespace
 
-// Each run of results: by the calls that they answer. Those without an id stay behind the one before them.
+// Sorts each run of results by the calls they answer. A result without an id stays behind the one before it.
 static void order_results(std::vector<Message>& messages, const std::vector<size_t>& call_of) {
     for (size_t begin = 0, end; begin < messages.size(); begin = end) {
         end = begin + 1;
         while (messages[begin].role == "tool" && end < messages.size() && messages[end].role == "tool") end++;
-        std::vector<std::pair<size_t, size_t>> order; // call, place
+        std::vector<std::pair<size_t, size_t>> order; // call, position
         for (size_t i = begin; i < end; i++) order.push_back({call_of[i], i});
         std::sort(order.begin(), order.end());
         std::vector<Message> run;
@@ -67,7 +67,7 @@ static void order_results(std::vector<Message>& messages, const std::vector<size
 
 std::vector<Message> conversation_from_json(sj::Value list) {
     std::vector<Message> messages = messages_from_json(list);
-    std::vector<size_t> call_of(messages.size()); // of results: the number of their call
+    std::vector<size_t> call_of(messages.size()); // of a result: the number of its call
     Calls calls;
     size_t i = 0;
     for (sj::Value v : list.items()) {

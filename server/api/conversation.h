@@ -1,5 +1,5 @@
-// conversation.h: a chat's messages from JSON: results of tools belong to calls by their ids, and come in the order of
-// these, since Qwen3's template shows no ids.
+// conversation.h: a chat's messages from JSON. Tool results are matched to calls by id and sorted by call, since
+// Qwen3's template shows no ids.
 #pragma once
 #include "model/chat_template.h"
 #include "sj.h"
@@ -7,7 +7,7 @@
 
 namespace server {
 
-// Throws Error: a result of no call, two thoughts that differ, fields of an assistant's message that would be lost.
+// Throws Error: a result without a call, two different thoughts, assistant fields that would be lost.
 std::vector<Message> conversation_from_json(sj::Value list);
 
 } // namespace server

@@ -14,15 +14,15 @@
 
 namespace server {
 
-// Fields that are taken with these values only: else the answer would be another than asked.
+// Fields accepted with these values only; others would change the answer.
 static void refuse_of_pooled(const Fields& f, const std::vector<std::pair<const char*, Values>>& only) {
     for (auto& [name, values] : only)
         if (f[name]) refuse_value(name, f[name], values);
 }
 
-// truncate_prompt_tokens and truncation_side: the ids that stay of a text, its first or its last.
+// truncate_prompt_tokens and truncation_side: how many ids of a text are kept, its first or its last.
 struct Cut {
-    size_t most = 0; // 0: what does not fit is refused
+    size_t most = 0; // 0: a text that does not fit is refused
     bool keep_last = false;
 };
 static Cut cut_from_json(const Service& service, const Fields& f) {
@@ -35,7 +35,7 @@ static Cut cut_from_json(const Service& service, const Fields& f) {
     return {(size_t)(most < 0 ? service.context : most), side == "left"};
 }
 
-// The request as a whole, but for its jobs.
+// The request without its jobs.
 static Ask pooled_ask(const Service& service, const Fields& f, const char* prefix, std::shared_ptr<Pooled> how) {
     Ask ask;
     ask.adapter = asked_adapter(service, f);
@@ -46,7 +46,7 @@ static Ask pooled_ask(const Service& service, const Fields& f, const char* prefi
     return ask;
 }
 
-// Checks a text's ids, and keeps them; `name` is the field, `tokens` are those of the texts so far.
+// Checks and stores a text's ids. `name` is the field, `tokens` counts those of the texts so far.
 static void add_text(const Service& service, std::vector<std::vector<int>>& texts, std::vector<int>&& ids,
                      const char* name, size_t& tokens) {
     if (ids.empty()) throw Refusal(400, format("%s %zu has no token", name, texts.size()), name);
@@ -58,7 +58,7 @@ static void add_text(const Service& service, std::vector<std::vector<int>>& text
     texts.push_back(std::move(ids));
 }
 
-// A job for each text.
+// Adds one job per text.
 static void add_pooled_jobs(const Fields& f, Ask& ask, std::vector<std::vector<int>>&& texts, uint64_t salt) {
     Job job;
     job.salt = salt, job.adapter = ask.adapter, job.pooled = true, job.max_tokens = 1;
@@ -94,7 +94,7 @@ Ask read_embeddings(const Service& service, const Fields& f, uint64_t salt) {
     const PromptOptions fits{{}, cut.most};
     std::vector<std::vector<int>> texts;
     size_t tokens = 0;
-    auto add = [&](sj::Value v) { // a text, or ids, which are taken as they are
+    auto add = [&](sj::Value v) { // a string, or ids, which are used as given
         std::vector<int> ids;
         if (v.is(sj::Array)) {
             ids = ids_from_json(service, v, "input");
@@ -135,7 +135,7 @@ Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) {
         throw Refusal(400, "documents must be a list of strings, or of objects with text", "documents");
     if (documents.size() > MAX_TEXTS)
         throw Refusal(400, format("at most %zu documents in a request", MAX_TEXTS), "documents");
-    how->most = (size_t)f.integer("top_n", 0, INT_MAX, 0); // (0: all, as in vLLM)
+    how->most = (size_t)f.integer("top_n", 0, INT_MAX, 0); // 0: all, as in vLLM
     if (how->most == 0) how->most = documents.size();
 
     const Cut cut = cut_from_json(service, f);
@@ -147,7 +147,7 @@ Ask read_ranking(const Service& service, const Fields& f, uint64_t salt) {
     check_length(service, query.size(), fits, "query");
     const RerankPrompt& prompt = *service.rerank;
     std::vector<int> question = prompt.query_ids(*service.tokenizer, task.empty() ? RETRIEVAL_TASK : task, query);
-    cut_text(question, (size_t)service.context, cut.keep_last); // (more would not stay, and is copied each time)
+    cut_text(question, (size_t)service.context, cut.keep_last); // the rest would be cut anyway, and is copied each time
     std::vector<std::vector<int>> texts;
     size_t tokens = 0, kept = 0;
     for (sj::Value v : documents.items()) {

@@ -1,5 +1,5 @@
-// embed_api.h: requests for vectors (OpenAI's /v1/embeddings) and for rankings (/v1/rerank, as Jina, Cohere and vLLM
-// have it), from JSON to jobs. The rules of request.h hold here too.
+// embed_api.h: requests for vectors (OpenAI's /v1/embeddings) and for rankings (/v1/rerank, as in Jina, Cohere and
+// vLLM), from JSON to jobs. The rules of request.h apply here too.
 #pragma once
 #include "server/api/fields.h"
 #include "server/api/request.h"

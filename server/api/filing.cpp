@@ -1,4 +1,4 @@
-// filing.cpp: the folder, and requests about it.
+// filing.cpp: the folder, and requests to it.
 #include "model/chat_template.h"
 #include "model/utf8.h"
 #include "server/api/batch.h"
@@ -178,7 +178,7 @@ void Filing::read_folder(Owner& o) {
     std::vector<std::string> names;
     while (const dirent* entry = readdir(dir.get())) names.push_back(entry->d_name);
     for (auto& name : names) {
-        if (name.find(".tmp") != name.npos) { // of a server that was killed
+        if (name.find(".tmp") != name.npos) { // left by a killed server
             unlink(o.path(name).c_str());
             continue;
         }
@@ -206,7 +206,7 @@ void Filing::read_folder(Owner& o) {
             o.batches[id] = std::move(b);
         }
     }
-    for (auto& name : names) { // of a server that was killed between two files
+    for (auto& name : names) { // left by a server killed between two files
         const std::string id = name.substr(0, name.rfind('.'));
         const auto batch = o.batches.find(id);
         const bool ended = name == id + ".partial" && (batch == o.batches.end() || !batch->second.under_way());
@@ -244,7 +244,7 @@ void Filing::add(Owner& o, const File& f, const std::function<void(OutputFile&)>
                                       MAX_FILED_BYTES), "file");
         o.reserved += f.bytes;
     }
-    struct Release { // whatever happens
+    struct Release { // on every way out
         std::mutex& mutex;
         size_t& reserved;
         const size_t n;

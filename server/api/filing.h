@@ -1,12 +1,12 @@
 // filing.h: OpenAI's Files and Batches over HTTP, kept in a folder (--files DIR). Batcher answers a file of requests.
 //
-// Each key has a folder of its own there, named by a hash of the key:
+// Each key has its own folder there, named by a hash of the key:
 //     file-ID          the bytes of a file, and
-//     file-ID.json     ... what is known of it
-//     batch_ID.json    a batch, as the API tells it
+//     file-ID.json     ... its metadata
+//     batch_ID.json    a batch, as the API reports it
 //     batch_ID.partial its answers so far
-// What appears there is complete: it is written under another name and renamed, what is known of a file after its
-// bytes. So a server that ends at any moment goes on where it was at its next start.
+// Every file there is complete: it is written under another name and renamed, metadata after the bytes. So a server
+// that is killed at any moment continues at its next start.
 #pragma once
 #include "base/file.h"
 #include "server/api/service.h"
@@ -25,13 +25,13 @@
 
 namespace server {
 
-constexpr size_t MAX_UPLOAD = 64 << 20;       // bytes of a file that comes in
-constexpr size_t MAX_FILED_BYTES = 1 << 30;   // of all files of a key, answers too
-constexpr size_t MAX_FILED = 1000;            // files of a key; and batches
-constexpr size_t MAX_BATCH_ROWS = 50'000;     // requests of a batch
-constexpr size_t MAX_UNDER_WAY = 64;          // batches that a key may have waiting
+constexpr size_t MAX_UPLOAD = 64 << 20;       // bytes of an uploaded file
+constexpr size_t MAX_FILED_BYTES = 1 << 30;   // bytes of a key's files, answers included
+constexpr size_t MAX_FILED = 1000;            // files per key; batches per key
+constexpr size_t MAX_BATCH_ROWS = 50'000;     // requests per batch
+constexpr size_t MAX_UNDER_WAY = 64;          // waiting batches per key
 
-struct Filed { // an answer: JSON, or a file
+struct Filed { // a response: JSON, or a file
     std::string json, path{};
 };
 
@@ -44,7 +44,7 @@ class Filing {
     };
     struct Batch {
         std::string id, input, endpoint, metadata, status, output{}, errors{}, fault{};
-        std::map<std::string, long> at{}; // when it came to a status
+        std::map<std::string, long> at{}; // when it reached a status
         size_t total = 0, completed = 0, failed = 0;
 
         bool under_way() const {
@@ -58,8 +58,8 @@ class Filing {
         std::string folder;
         std::map<std::string, File> files{};
         std::map<std::string, Batch> batches{};
-        size_t reserved = 0;    // bytes that are being written
-        std::thread worker{};   // at its batches, one after the other
+        size_t reserved = 0;    // bytes of files being written
+        std::thread worker{};   // answers its batches, one after the other
         bool working = false;
 
         std::string path(const std::string& id) const { return folder + "/" + id; }
@@ -69,28 +69,28 @@ class Filing {
             return n;
         }
     };
-    std::mutex mutex;           // of all below
-    std::vector<Owner> owners;  // by the key's number, from 1 on
+    std::mutex mutex;           // guards all below
+    std::vector<Owner> owners;  // by key number, from 1 on
     int lock = -1;
     const Service* service = nullptr;
     Desk* desk = nullptr;
-    std::string depends;        // what answers depend on, as JSON
+    std::string depends;        // state that answers depend on, as JSON
 
   public:
     using Argument = std::optional<std::string>;
     using EachAnswer = std::function<void(std::string_view line, bool ok)>;
 
-    // keys: the texts of the API keys; none: one owner for all.
+    // keys: the API keys; empty: one owner for all.
     Filing(const std::string& folder, const std::vector<std::string>& keys);
     Filing(const Filing&) = delete;
     ~Filing();
 
-    // From now on batches are answered.
+    // Starts to answer batches.
     void start(const Service& s, Desk& d, const std::string& what);
-    // Once `stopping` is set: what is under way is left to the next start.
+    // Once `stopping` is set: unfinished batches are left to the next start.
     void stop();
 
-    // A request of `caller` to /v1/files or /v1/batches. type: its Content-Type. argument: of the query.
+    // Handles a request of `caller` to /v1/files or /v1/batches. type: its Content-Type. argument: of the query.
     Filed handle(uint64_t caller, const std::string& method, const std::string& path, const std::string& type,
                  std::string_view body, const std::function<Argument(const char* name)>& argument);
 
@@ -111,31 +111,31 @@ class Filing {
     static std::string purpose_of(const File& f) { return f.purpose; }
     static std::string purpose_of(const Batch&) { return ""; }
 
-    // The latest first.
+    // Latest first.
     template <class T> std::string list(const std::map<std::string, T>& all, const Argument& after,
                                         const Argument& limit, const Argument& purpose);
 
     std::string upload(Owner& o, const std::string& type, std::string_view body);
-    // A file that `write` writes.
+    // Adds a file whose content `write` produces.
     void add(Owner& o, const File& f, const std::function<void(OutputFile&)>& write);
     Filed content(Owner& o, const std::string& id);
     std::string remove(Owner& o, const std::string& id);
 
     std::string create(Owner& o, std::string_view body);
     static void check_metadata(sj::Value v);
-    void forget_oldest(Owner& o); // of the batches that have ended
+    void forget_oldest(Owner& o); // among the ended batches
     std::string cancel(Owner& o, const std::string& id);
 
     // ---- The work
     void wake(Owner& o); // `mutex` is held
     void work(Owner& o);
-    // The batch is no longer under way.
+    // Records that the batch has ended.
     void end(Owner& o, const std::string& id, const std::string& fault);
     void answer(Owner& o, const std::string& id);
-    // f(line, whether it is an answer) for what a batch has that cannot go on, in the order of the answers.
+    // f(line, success) for the stored answers of a batch that cannot continue, in file order.
     static void each_kept(const std::string& partial, const EachAnswer& f);
-    // As two files: those that are good, and the others. Their ids follow from the batch's, so that doing it again
-    // makes the same. collect(f): calls f(line, whether it is an answer) for all.
+    // Stores the answers as two files: successes and errors. Their ids derive from the batch's, so that a repeat
+    // writes the same files. collect(f) calls f(line, success) for all.
     void keep_answers(Owner& o, const std::string& id, const std::function<void(const EachAnswer&)>& collect);
 };
 

@@ -1,4 +1,4 @@
-// filing_work.cpp: batches are answered, one of each key at a time.
+// filing_work.cpp: answers batches, one at a time per key.
 #include "model/utf8.h"
 #include "server/api/batch.h"
 #include "server/api/filing.h"
@@ -12,7 +12,7 @@ namespace server {
 
 void Filing::wake(Owner& o) {
     if (o.working || !service || stopping) return;
-    if (o.worker.joinable()) o.worker.join(); // (it has let go of `mutex` for good)
+    if (o.worker.joinable()) o.worker.join(); // it does not use `mutex` any more
     o.working = true;
     o.worker = std::thread([this, &o] { work(o); });
 }
@@ -33,7 +33,7 @@ void Filing::work(Owner& o) {
         }
         try {
             answer(o, id);
-        } catch (const std::exception& e) { // a full disk: its answers stay, until there is news or the next start
+        } catch (const std::exception& e) { // a full disk: answers are kept until the next wake or start
             {
                 std::lock_guard guard(mutex);
                 o.working = false;
@@ -47,13 +47,13 @@ void Filing::work(Owner& o) {
 void Filing::end(Owner& o, const std::string& id, const std::string& fault) {
     std::lock_guard guard(mutex);
     Batch b = o.batches.at(id);
-    std::string text = fault; // of a file, which the client knows by its id only
+    std::string text = fault; // may name a file by its path; the client knows ids only
     for (size_t at; (at = text.find(o.folder + "/")) != text.npos;) text.erase(at, o.folder.size() + 1);
     utf8_repair(b.fault, text, true);
     b.become(!fault.empty() ? "failed" : b.at.count("cancelling") ? "cancelled" : "completed");
     write_text(o.path(id + ".json"), b.json());
-    o.batches.at(id) = b; // (if it could not be written it stays under way)
-    unlink(o.path(id + ".partial").c_str()); // (where it could not be begun there is none)
+    o.batches.at(id) = b; // if the write failed, the batch stays open
+    unlink(o.path(id + ".partial").c_str()); // may be missing, if the batch could not begin
 }
 
 void Filing::answer(Owner& o, const std::string& id) {
@@ -64,7 +64,7 @@ void Filing::answer(Owner& o, const std::string& id) {
         b = o.batches.at(id);
     }
     std::unique_ptr<Batcher> made;
-    Service own = *service; // with the adapters as they are now, whatever is loaded and unloaded meanwhile
+    Service own = *service; // a snapshot of the adapters, unaffected by later loads and unloads
     own.adapters = std::make_shared<Adapters>();
     try {
         AdapterHashes hashes;
@@ -77,7 +77,7 @@ void Filing::answer(Owner& o, const std::string& id) {
         const bool gone = access(o.path(b.input).c_str(), F_OK) && errno == ENOENT;
         if (!gone && !dynamic_cast<const Unfit*>(&e)) throw;
         auto collect = [&](const EachAnswer& f) { each_kept(o.path(id + ".partial"), f); };
-        size_t n[2] = {}; // those that are errors, and the others
+        size_t n[2] = {}; // errors, successes
         collect([&](std::string_view, bool ok) { n[ok]++; });
         {
             std::lock_guard guard(mutex);
@@ -89,7 +89,7 @@ void Filing::answer(Owner& o, const std::string& id) {
     }
     Batcher& batcher = *made;
     std::string fault;
-    auto note = [&] { // the figures, and whether it is to end
+    auto note = [&] { // updates the counts; true: stop
         std::lock_guard guard(mutex);
         Batch& now = o.batches.at(id);
         now.total = batcher.rows.size(), now.failed = batcher.failed, now.completed = batcher.have - batcher.failed;
@@ -104,7 +104,7 @@ void Filing::answer(Owner& o, const std::string& id) {
         now.become(status);
         write_text(o.path(id + ".json"), now.json());
     };
-    // (One that is being finalized without all its answers may have room for them now.)
+    // A batch that was finalizing without all its answers may have room for them now.
     const bool more = b.status == "finalizing" && !note() && batcher.have < batcher.rows.size();
     if (b.status == "validating" || more) become("in_progress");
     const size_t most = std::max<size_t>(1, desk->limit / (4 * owners.size()));

@@ -6,7 +6,7 @@
 
 namespace server {
 
-// The value of name="..." among the parameters of a header.
+// The value of name="..." in a header.
 static std::string header_parameter(std::string_view line, const std::string& name) {
     size_t at = 0, before;
     do {
@@ -27,7 +27,7 @@ std::vector<FormPart> read_form(const std::string& type, std::string_view body) 
     if (boundary.empty() || boundary.size() > MAX_BOUNDARY) refuse("no boundary");
     boundary = "\r\n--" + boundary;
     std::vector<FormPart> parts;
-    size_t at = boundary.size() - 2; // of what follows a boundary; nothing is before the first
+    size_t at = boundary.size() - 2; // position behind a boundary; nothing precedes the first
     if (body.substr(0, at) != std::string_view(boundary).substr(2)) refuse("it does not begin with its boundary");
     while (body.substr(at, 2) == "\r\n") {
         at += 2;

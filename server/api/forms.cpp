@@ -1,4 +1,4 @@
-// forms.cpp: grammars of schemas, expressions, choices and calls.
+// forms.cpp: grammars from schemas, expressions, choices and calls.
 #include "form/gbnf.h"
 #include "form/matcher.h"
 #include "form/regex.h"
@@ -22,7 +22,7 @@ static std::shared_ptr<Automaton> form_of(const Service& service, const char* fi
             if (kind == "object") return grammar_of_json_object();
             if (kind == "json") {
                 sj::Doc doc;
-                const std::string text = v.str(); // vLLM takes it as text too
+                const std::string text = v.str(); // vLLM accepts a string, too
                 if (!v.is(sj::String)) return grammar_of_schema(v);
                 if (const std::string fault = sj::parse(doc, text); !fault.empty()) DIE("not JSON: %s", fault.c_str());
                 return grammar_of_schema(doc.root());
@@ -42,7 +42,7 @@ static std::shared_ptr<Automaton> form_of(const Service& service, const char* fi
 }
 
 std::shared_ptr<Automaton> form_from_json(const Service& service, const Fields& f) {
-    std::vector<std::tuple<const char*, std::string, sj::Value>> wanted; // field, kind, what
+    std::vector<std::tuple<const char*, std::string, sj::Value>> wanted; // field, kind, value
     if (const sj::Value v = f["response_format"]) {
         const char* field = "response_format";
         const std::string type = v["type"].str();

@@ -8,16 +8,16 @@
 
 namespace server {
 
-// An answer as a list of items in the order in which they were said: thoughts, texts and calls.
+// An answer as a list of items in output order: thoughts, texts and calls.
 struct ItemAnswer : Answer {
     struct Item {
         enum Kind { THOUGHT, TEXT, CALL } kind;
-        std::string text{}, name{}; // text: of a call, its arguments
+        std::string text{}, name{}; // text: for a call, its arguments
     };
     std::vector<Item> items;
     const bool stream;
-    bool begun = false, closed = true; // closed: nothing more comes to the last item
-    bool ending = false;               // all is said
+    bool begun = false, closed = true; // closed: the last item is complete
+    bool ending = false;               // no further piece follows
     std::string out;                   // events
 
     ItemAnswer(const Service& service, const Ask& ask) : Answer(service, ask), stream(ask.stream) {}
@@ -35,7 +35,7 @@ struct ItemAnswer : Answer {
     virtual void tell(size_t i, const std::string& more) = 0;
     virtual void close_item(size_t i) = 0;
 
-    // The last item of an answer that was cut off is not whole.
+    // Whether item i is incomplete, because the answer was cut off in it.
     bool cut(size_t i) const { return ending && i + 1 == items.size() && !strcmp(choices[0].finish, "length"); }
     std::string item_id(const char* kind, size_t i) const {
         return format("%s_%016llx", kind, (unsigned long long)(call_seed + i));

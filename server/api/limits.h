@@ -1,4 +1,4 @@
-// limits.h: what a request may hold.
+// limits.h: limits of a request.
 #pragma once
 #include <cstddef>
 
@@ -7,8 +7,8 @@ namespace server {
 constexpr size_t MAX_BODY = 8 << 20; // bytes of a request
 constexpr int MAX_CHOICES = 128;     // answers to one request
 constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
-constexpr int MAX_NAMED = 1024;      // ids that logit_bias, bad_words and allowed_token_ids may name together
+constexpr int MAX_NAMED = 1024;      // ids that logit_bias, bad_words and allowed_token_ids may name in total
 constexpr int MAX_ALTERNATIVES = 20;
-constexpr size_t MAX_TOLD = 2 << 20; // log-probabilities in one request's answers; a hundred bytes of JSON each
+constexpr size_t MAX_TOLD = 2 << 20; // log-probabilities per request; each takes about 100 bytes of JSON
 
 } // namespace server

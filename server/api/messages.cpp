@@ -22,7 +22,7 @@ static void read_block(Turns& turns, const std::string& role, sj::Value block) {
         turns.call(block["id"].str(), block["name"].str(), sj::dump(block["input"]));
     } else if (type == "tool_result" && user) {
         const sj::Value content = block["content"];
-        if (turns.all.back().content.empty()) turns.all.pop_back(); // nothing has been said before it
+        if (turns.all.back().content.empty()) turns.all.pop_back(); // no text precedes the result
         turns.result(block["tool_use_id"].str(),
                      content && !content.is(sj::Null) ? turns.text_of(content, {"text"}) : "");
         turns.all.push_back({"user"});
@@ -38,7 +38,7 @@ std::string chat_of_message(const Fields& f, bool counting) {
     Turns turns{"messages"};
     if (f["system"]) turns.all.push_back({"system", Turns{"system"}.text_of(f["system"], {"text"})});
     if (!f["messages"].is(sj::Array) || f["messages"].size() == 0) turns.refuse("not a list of messages");
-    bool prefix = false; // the last message is the assistant's: the answer goes on with it
+    bool prefix = false; // the last message is the assistant's: the answer continues it
     for (sj::Value message : f["messages"].items()) {
         const std::string role = turns.known_role(message["role"].str(), {"user", "assistant", "system"});
         prefix = role == "assistant";
@@ -50,7 +50,7 @@ std::string chat_of_message(const Fields& f, bool counting) {
         for (sj::Value block : message["content"].items()) read_block(turns, role, block);
         if (role == "user" && turns.all.back().role == "user" && turns.all.back().content.empty() &&
             turns.all.size() > 1 && turns.all[turns.all.size() - 2].role == "tool")
-            turns.all.pop_back(); // results of tools were all of it
+            turns.all.pop_back(); // the turn held only tool results
     }
 
     sj::Writer w;
@@ -143,7 +143,7 @@ std::string MessageAnswer::whole_json() {
     for (size_t i = 0; i < items.size(); i++) {
         sj::Doc doc;
         const bool call = items[i].kind == Item::CALL;
-        if (call && !sj::parse(doc, items[i].text).empty()) continue; // cut off: its input is no JSON
+        if (call && !sj::parse(doc, items[i].text).empty()) continue; // cut off: the input is not valid JSON
         write_block(w, i, items[i].text, items[i].text);
     }
     write_stop(w.end());

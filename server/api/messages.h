@@ -1,4 +1,4 @@
-// messages.h: Anthropic's Messages (/v1/messages): the way in as a chat, and the way out.
+// messages.h: Anthropic's Messages (/v1/messages): translation to a chat and back.
 #pragma once
 #include "server/api/fields.h"
 #include "server/api/items.h"
@@ -12,7 +12,7 @@ struct MessageAnswer : ItemAnswer {
     using ItemAnswer::ItemAnswer;
 
   protected:
-    void write_usage(sj::Writer& w, size_t cached, size_t output) const; // input_tokens are those not from the cache
+    void write_usage(sj::Writer& w, size_t cached, size_t output) const; // input_tokens excludes cached tokens
     void write_stop(sj::Writer& w) const;
     sj::Writer& write_head(sj::Writer& w) const;
     void write_block(sj::Writer& w, size_t i, const std::string& text, const std::string& input) const;

@@ -1,4 +1,4 @@
-// paths.h: where answers are asked for.
+// paths.h: the paths that return answers.
 #pragma once
 #include <string>
 
@@ -11,7 +11,7 @@ constexpr const char *CHAT = "/v1/chat/completions", *COMPLETION = "/v1/completi
 inline bool is_ranking(const std::string& path) {
     return path == "/v1/rerank" || path == "/v2/rerank" || path == "/rerank";
 }
-inline bool is_asked(const std::string& path) { // there for answers
+inline bool is_asked(const std::string& path) { // returns answers
     return path == CHAT || path == COMPLETION || path == RESPONSES || path == MESSAGES || path == EMBEDDINGS ||
            path == PREDICT || is_ranking(path);
 }

@@ -1,4 +1,4 @@
-// pooled.cpp: told in parts.
+// pooled.cpp: writes in parts.
 #include "search/embed.h"
 #include "search/rerank.h"
 #include "server/api/pooled.h"

@@ -1,4 +1,4 @@
-// pooled.h: vectors and rankings: how hidden states are told.
+// pooled.h: vectors and rankings: how hidden states are reported.
 #pragma once
 #include "sj.h"
 #include <cstddef>
@@ -11,22 +11,22 @@ struct Relevance; // search/rerank.h
 
 namespace server {
 
-// How the hidden states of a request are told.
+// How the hidden states of a request are reported.
 struct Pooled {
     bool ranking = false;
     bool base64 = false;                 // vectors: little-endian float32 as text
-    size_t dimensions = 0;               // ... their first numbers
-    size_t most = 0;                     // a ranking: the best so many
+    size_t dimensions = 0;               // ... the first so many numbers
+    size_t most = 0;                     // a ranking: number of results
     bool documents_too = true;
-    std::vector<std::string> documents{}; // ... and these, if they are told
+    std::vector<std::string> documents{}; // ... and these, if they are returned
     std::shared_ptr<const Relevance> relevance{};
 };
 
 void write_base64(std::string& out, const void* bytes, size_t n);
 
-// The answer, told in parts.
+// The answer, written in parts.
 struct PooledAnswer {
-    const char* broken = nullptr; // why it cannot be told
+    const char* broken = nullptr; // why there is no result
     const Pooled& how;
 
     PooledAnswer(const Pooled& how, size_t texts)
@@ -34,14 +34,14 @@ struct PooledAnswer {
 
     void add(size_t text, const std::vector<float>& hidden);
 
-    // About `bytes` more; all is told when no bracket of w is open.
+    // Writes about `bytes` more. The answer is complete when no bracket of w is open.
     void write_part(sj::Writer& w, const std::string& id, const std::string& model, long created, size_t tokens,
                     size_t bytes);
 
   private:
     std::vector<std::vector<float>> vectors;
-    std::vector<std::pair<double, size_t>> scores; // and whose
-    size_t next = 0;                               // is told next
+    std::vector<std::pair<double, size_t>> scores; // score, document
+    size_t next = 0;                               // the next result to write
 
     void write_result(sj::Writer& w);
     void write_vector(sj::Writer& w);

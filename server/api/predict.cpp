@@ -1,4 +1,4 @@
-// predict.cpp: prompts become chats of one turn, and their answers a list in the order of the prompts.
+// predict.cpp: turns prompts into chats of one turn; returns their answers in the order of the prompts.
 #include "server/api/predict.h"
 #include "server/api/fields.h"
 #include "server/api/prompts.h"
@@ -31,11 +31,11 @@ std::string PredictAnswer::part() {
 void PredictAnswer::log(sj::Writer& w) const {
     if (unanswered.empty()) return;
     w.key("unanswered").array();
-    for (size_t i = 0; i < std::min<size_t>(unanswered.size(), 100); i++) w.value(unanswered[i]); // (a line is short)
+    for (size_t i = 0; i < std::min<size_t>(unanswered.size(), 100); i++) w.value(unanswered[i]); // a short log line
     w.end();
 }
 
-// The ids of a chat that asks `prompt`, with passages of the documents if there are any (in `ask`).
+// The ids of a one-turn chat with `prompt`, with passages of the documents, if `ask` has any.
 static std::vector<int> prompt_ids(const Service& service, const std::string& prompt, Ask& ask) {
     sj::Writer w;
     w.object().field("max_tokens", service.predicts.max_tokens).key("messages").array();
@@ -88,7 +88,7 @@ Asked read_predict(const Service& service, std::string_view body, uint64_t salt)
         quote_passage(service, a.ask.sources, job);
         a.ask.jobs.push_back(std::move(job));
     }
-    a.ask.documents = false; // (sources have no place in the response)
+    a.ask.documents = false; // the response has no field for sources
     a.answer = std::make_unique<PredictAnswer>(service, a.ask, list, std::move(prompts), std::move(unanswered));
     return a;
 }

@@ -1,5 +1,5 @@
 // predict.h: POST /predict, the contract of a university course: {"prompt": "..."} -> {"response": "..."}, or a list of
-// prompts and a list of as many responses. Answers are greedy, without a thought.
+// prompts and a list of as many responses. Answers are greedy, without thinking.
 #pragma once
 #include "server/api/asked.h"
 #include <cstdint>
@@ -11,9 +11,9 @@ namespace server {
 
 // The texts of {"response": ...}, in the order of the prompts.
 struct PredictAnswer : Answer {
-    bool list;                       // the request had a list
-    std::vector<size_t> prompts;     // of each choice: the place of its prompt
-    std::vector<size_t> unanswered;  // places of prompts that the context has no room for; their response is ""
+    bool list;                       // the request held a list
+    std::vector<size_t> prompts;     // per choice: the index of its prompt
+    std::vector<size_t> unanswered;  // indices of prompts that exceed the context; their response is ""
 
     PredictAnswer(const Service& service, const Ask& ask, bool list, std::vector<size_t> prompts,
                   std::vector<size_t> unanswered);
@@ -28,8 +28,8 @@ struct PredictAnswer : Answer {
     sj::Writer writer{};
 };
 
-// Reads the request's body. Fields other than `prompt` are ignored, as by the course's own server. `salt`: the key
-// whose prompts it may share pages with. The result has no jobs if no prompt can be answered. Throws Refusal.
+// Reads the request's body. Fields other than `prompt` are ignored, as in the course's own server. `salt`: the key
+// whose prompts may share pages. If no prompt can be answered, the result has no jobs. Throws Refusal.
 Asked read_predict(const Service& service, std::string_view body, uint64_t salt);
 
 } // namespace server

@@ -1,4 +1,4 @@
-// prompts.cpp: conversations are rendered, with the passages of documents that they are about.
+// prompts.cpp: renders conversations, with passages of the documents.
 #include "search/grounding.h"
 #include "search/hybrid.h"
 #include "search/index.h"
@@ -13,7 +13,7 @@
 
 namespace server {
 
-constexpr size_t NFC_SHRINKS = 4;    // bytes of a text to one of its NFC, at most (U+1FBE U+0308 U+0301: 7 to 2)
+constexpr size_t NFC_SHRINKS = 4;    // bytes of a text per byte of its NFC, at most (U+1FBE U+0308 U+0301: 7 to 2)
 
 std::vector<int> ids_from_json(const Service& service, sj::Value list, const char* name) {
     std::vector<int> ids;
@@ -27,7 +27,7 @@ std::vector<int> ids_from_json(const Service& service, sj::Value list, const cha
     return ids;
 }
 
-// What of the documents goes with the question, so that `room` tokens of the context are left for the answer.
+// The passages for the question, such that `room` tokens of the context are left for the answer.
 static std::vector<Source> add_passages(const Service& service, std::vector<Message>& messages, const PromptOptions& o,
                                         const std::vector<std::string>& tools, size_t room) {
     const Tokenizer& tokenizer = *service.tokenizer;
@@ -39,7 +39,7 @@ static std::vector<Source> add_passages(const Service& service, std::vector<Mess
         return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
     } catch (const LookupStopped&) {
         throw Refusal(503, "the lookup in documents was given up");
-    } catch (const IndexFault& e) { // no fault of the request; its path is no matter of the client's
+    } catch (const IndexFault& e) { // not the request's fault; the client must not see the path
         print_error("serve", e.what());
         throw Refusal(500, "the documents cannot be looked up");
     }
@@ -112,7 +112,7 @@ void quote_passage(const Service& service, std::vector<Source>& sources, Job& jo
 ChatOptions chat_options_from_json(const Service& service, const Fields& f) {
     ChatOptions o{service.thinking, true};
     const std::string effort = f.text("reasoning_effort");
-    if (!effort.empty()) { // the model knows no degrees
+    if (!effort.empty()) { // the model has no degrees of effort
         const bool little = effort == "none" || effort == "minimal";
         const bool much = effort == "high" || effort == "xhigh" || effort == "max";
         if (!little && !much && effort != "low" && effort != "medium")

@@ -7,7 +7,7 @@ namespace server {
 
 std::string error_json(int status, const std::string& message, const std::string& param, const std::string& code) {
     std::string valid;
-    utf8_repair(valid, message, true); // it may name what it complains of, cut anywhere
+    utf8_repair(valid, message, true); // the message may quote input that was cut anywhere
     sj::Writer w;
     w.object().key("error").object().field("message", valid);
     w.field("type", status == 401 ? "authentication_error" : status == 429 ? "rate_limit_error"

@@ -1,11 +1,11 @@
-// refusal.h: what a client did wrong, and how it is told so in OpenAI's form.
+// refusal.h: client errors, and their report in OpenAI's form.
 #pragma once
 #include "base/error.h"
 #include <string>
 
 namespace server {
 
-// What a client did wrong, as an HTTP status.
+// A client error, with its HTTP status.
 struct Refusal : Error {
     int status;
     std::string param, code;
@@ -17,7 +17,7 @@ std::string error_json(int status, const std::string& message, const std::string
                        const std::string& code = "");
 inline std::string error_json(const Refusal& r) { return error_json(r.status, r.what(), r.param, r.code); }
 
-// f(), whose fault (a grammar's, say) is that of the field which it comes from.
+// Calls f. An error in it (of a grammar, say) is reported as one of this field.
 template <class F> auto blame(const char* field, F f) {
     try {
         return f();

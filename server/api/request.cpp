@@ -1,4 +1,4 @@
-// request.cpp: what is asked for, as jobs.
+// request.cpp: requests as jobs.
 #include "form/tools.h"
 #include "model/tokenizer.h"
 #include "server/api/forms.h"
@@ -17,7 +17,7 @@
 
 namespace server {
 
-// Fields that are done, or that change no answer whatever they say.
+// Fields that are supported, or that never change an answer.
 static const std::set<std::string> DONE = {
     "model", "messages", "prompt", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens",
     "stop", "stop_token_ids", "ignore_eos", "seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
@@ -28,7 +28,7 @@ static const std::set<std::string> DONE = {
     "tool_choice", "parallel_tool_calls", "use_documents", "user", "metadata", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options", "session_id"};
 
-// Other fields may only have values that change nothing; an empty one counts as absent.
+// Other fields are accepted only with values that change nothing; an empty one counts as absent.
 static void refuse_what_is_not_done(const Fields& f) {
     static const Values NO = {"false"}, EITHER = {"true", "false"}, ONE = {"1", "1.0"};
     static const std::map<std::string, Values> ONLY = {
@@ -48,7 +48,7 @@ static void refuse_what_is_not_done(const Fields& f) {
     }
 }
 
-// Draws as the request wants them; what it does not say is Qwen's advice.
+// The request's sampling parameters; Qwen's recommendations where it gives none.
 static Sampling sampling_from_json(const Fields& f, bool thinking) {
     Sampling how;
     how.temperature = (float)f.number("temperature", 0, 2, thinking ? 0.6f : 0.7f);
@@ -76,7 +76,7 @@ static std::vector<std::string> stops_from_json(sj::Value stop) {
     return stops;
 }
 
-// The id of a word that is one token. vLLM takes a word also with a space before it, if that is one token too.
+// Bans a word that is one token. As in vLLM, the word with a space before it is banned too, if that is one token.
 static void ban_word(const Tokenizer& tokenizer, const std::string& word, std::map<int, float>& bias) {
     const std::vector<int> plain = tokenizer.encode(word, false), spaced = tokenizer.encode(" " + word, false);
     if (plain.size() != 1)
@@ -85,7 +85,7 @@ static void ban_word(const Tokenizer& tokenizer, const std::string& word, std::m
     if (spaced.size() == 1) bias[spaced[0]] = BAN;
 }
 
-// What is added to logits: logit_bias, bad_words and allowed_token_ids.
+// The biases of logits, from logit_bias, bad_words and allowed_token_ids.
 static std::vector<std::pair<int, float>> biases_from_json(const Service& service, const Fields& f, const Sampling& how) {
     std::map<int, float> of;
     if (const sj::Value bias = f["logit_bias"]) {
@@ -221,14 +221,14 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
         how.truncate = (size_t)(k > 0 ? k : std::max<int64_t>(1, service.context - wanted)); // -1: what leaves room
     else if (f["truncate_prompt_tokens"])
         throw Refusal(400, "truncate_prompt_tokens must be -1 or positive", "truncate_prompt_tokens");
-    const std::string side = f["truncation_side"].str("left"); // the one that goes
+    const std::string side = f["truncation_side"].str("left"); // the side that is removed
     if (side != "left" && side != "right")
         throw Refusal(400, "truncation_side must be left or right", "truncation_side");
 
     std::vector<std::vector<int>> prompts;
     if (chat) prompts.push_back(chat_prompt(service, f, how, &ask));
     else prompts = prompts_from_json(service, f["prompt"], how);
-    if (service.quotes && how.chat.continue_final) ask.sources.clear(); // (the model goes on with its own words)
+    if (service.quotes && how.chat.continue_final) ask.sources.clear(); // the model continues its own words
     if (prompts.size() * ask.each > (size_t)MAX_CHOICES)
         throw Refusal(400, format("at most %d answers to a request", MAX_CHOICES), "n");
     auto reply = std::make_shared<Reply>();

@@ -9,7 +9,7 @@
 
 namespace server {
 
-constexpr size_t MAX_REPEATED = 16 << 10; // bytes of a field that its answer repeats
+constexpr size_t MAX_REPEATED = 16 << 10; // bytes of a request field that the answer repeats
 
 static void read_response_item(Turns& turns, sj::Value item) {
     const std::string type = item["type"].str("message");
@@ -17,7 +17,7 @@ static void read_response_item(Turns& turns, sj::Value item) {
         const std::string role = turns.known_role(item["role"].str(), {"user", "system", "developer", "assistant"});
         const std::string text = turns.text_of(item["content"], {"input_text", "output_text", "text"});
         if (role != "assistant") turns.all.push_back({role, text});
-        else { // after its thought, if that came before it
+        else { // behind its thought, if that precedes it
             const Turns::Turn* last = turns.all.empty() ? nullptr : &turns.all.back();
             turns.assistant(!last || !last->content.empty() || !last->calls.empty()).content = text;
         }
@@ -93,7 +93,7 @@ ResponseAnswer::ResponseAnswer(const Service& service, const Ask& ask, const Fie
     const Sampling& how = ask.jobs[0].how;
     auto put = [&](const char* name, const std::string& otherwise) {
         std::string own = f[name] ? sj::dump(f[name]) : otherwise;
-        sj::Doc doc; // (1e999 would become what JSON has no word for)
+        sj::Doc doc; // JSON has no value for 1e999
         if (own.size() > MAX_REPEATED || !sj::parse(doc, own).empty()) own = otherwise;
         w.key(name).separate();
         w.text += own;
@@ -102,7 +102,7 @@ ResponseAnswer::ResponseAnswer(const Service& service, const Ask& ask, const Fie
     put("parallel_tool_calls", "true"), put("tool_choice", "\"auto\""), put("tools", "[]");
     put("text", "{\"format\": {\"type\": \"text\"}}"), put("reasoning", "{\"effort\": null, \"summary\": null}");
     put("user", "null");
-    auto plain = [](float x) { return strtod(format("%g", x).c_str(), nullptr); }; // 0.7, and not 0.699999988
+    auto plain = [](float x) { return strtod(format("%g", x).c_str(), nullptr); }; // 0.7 instead of 0.699999988
     w.field("temperature", plain(how.temperature)).field("top_p", plain(how.top_p)).field("truncation", "disabled");
     w.field("store", false).field("background", false).field("previous_response_id", nullptr);
     w.field("service_tier", "default").field("top_logprobs", 0);

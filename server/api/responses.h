@@ -1,4 +1,4 @@
-// responses.h: OpenAI's Responses (/v1/responses): the way in as a chat, and the way out.
+// responses.h: OpenAI's Responses (/v1/responses): translation to a chat and back.
 #pragma once
 #include "server/api/fields.h"
 #include "server/api/items.h"
@@ -23,7 +23,7 @@ struct ResponseAnswer : ItemAnswer {
     void write_part(sj::Writer& w, size_t i, const std::string& text) const;
     void write_item(sj::Writer& w, size_t i, const char* status, bool whole) const;
 
-    // An event of the response as a whole, of an item as a whole, and of what is in it.
+    // An event of the whole response, of an item, or of an item's content.
     void response_event(const char* name) {
         event(name, [&](sj::Writer& w) { write_response(w.field("sequence_number", number++).key("response")); });
     }

@@ -1,4 +1,4 @@
-// service.h: what all requests share: the model's name and tokenizer, forms, documents, adapters.
+// service.h: state shared by all requests: the model's name and tokenizer, forms, documents, adapters.
 #pragma once
 #include "server/engine/adapters.h"
 #include <functional>
@@ -18,12 +18,12 @@ struct Vocabulary;
 
 namespace server {
 
-// The forms of late requests, by their text: the next one with the same need not read it, and finds its masks made.
+// Recent forms, by their text: the next request with the same form need not parse it, and its masks exist already.
 struct Forms {
-    static constexpr size_t KEPT = 16, LONGEST = 64 << 10; // forms; bytes of a text that is looked up
-    static constexpr size_t ALL_BYTES = 256 << 20;         // of the grammars that running and waiting answers keep to
+    static constexpr size_t KEPT = 16, LONGEST = 64 << 10; // forms; bytes of a text that is cached
+    static constexpr size_t ALL_BYTES = 256 << 20;         // of the grammars of running and waiting answers
 
-    // `grammar` makes it.
+    // grammar: creates it.
     std::shared_ptr<Automaton> get(const Tokenizer& tokenizer, std::string text,
                                    const std::function<Grammar()>& grammar);
 
@@ -31,24 +31,24 @@ struct Forms {
     using Kept = std::vector<std::pair<std::string, std::shared_ptr<Automaton>>>;
     std::mutex mutex;
     std::shared_ptr<const Vocabulary> vocabulary;
-    Kept kept; // the latest first
+    Kept kept; // latest first
 };
 
-// What all requests share.
+// State shared by all requests.
 struct Service {
     const Tokenizer* tokenizer = nullptr; // null: still loading
     std::string name, system;
     int context = 0;
-    bool thinking = false;                // where the request does not say
+    bool thinking = false;                // default, where the request does not say
     struct { std::string system; int max_tokens = 384; } predicts{}; // /predict: system prompt ("": `system`), limit
     std::shared_ptr<Forms> forms = std::make_shared<Forms>();
-    std::shared_ptr<const Documents> documents{}; // that answers are looked up in; none: no --docs
-    bool quotes = false;                  // ... their best passage is the answer, where plain text is wanted
-    bool generates = true;                // answers are made;
-    int dimensions = 0;                   // ... vectors of so many numbers, 0: none;
+    std::shared_ptr<const Documents> documents{}; // searched for passages; null: no --docs
+    bool quotes = false;                  // the best passage becomes the answer, where plain text is wanted
+    bool generates = true;                // answers are generated;
+    int dimensions = 0;                   // ... size of vectors, 0: none;
     std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none
     std::shared_ptr<const Relevance> relevance{};
-    std::string path{};                   // of the model's files
+    std::string path{};                   // of the model
     std::shared_ptr<Adapters> adapters = std::make_shared<Adapters>(); // further models, by name
 };
 

@@ -1,4 +1,4 @@
-// turns.cpp: turns, results of tools, and what the dialects do not share.
+// turns.cpp: turns, tool results, and the differences between the dialects.
 #include "server/api/turns.h"
 #include <algorithm>
 #include <iterator>

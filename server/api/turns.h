@@ -1,4 +1,4 @@
-// turns.h: a request of another dialect as the body of a chat completion: its fields and its conversation.
+// turns.h: translates a request of another dialect to the body of a chat completion: its fields and its conversation.
 #pragma once
 #include "model/chat_template.h"
 #include "server/api/fields.h"
@@ -9,16 +9,16 @@
 
 namespace server {
 
-// The fields of this server that all three dialects share, beside `model` and `stream`: they are passed on as they are.
+// This server's own fields, common to all three dialects beside `model` and `stream`; they are passed on unchanged.
 constexpr const char* SHARED_FIELDS[] = {
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "logit_bias", "bad_words", "allowed_token_ids", "stop_token_ids", "min_tokens",
     "ignore_eos", "skip_special_tokens", "chat_template_kwargs", "priority", "cache_salt", "request_id",
     "use_documents"};
 
-// The members of a field that has only these.
+// The members of a field, which may only have these.
 Fields members_of(sj::Value v, const char* field, FieldList known);
-inline Fields members_of(const Fields& f, const char* name, FieldList known) { // none if it is not there
+inline Fields members_of(const Fields& f, const char* name, FieldList known) { // empty if the field is absent
     return f[name] ? members_of(f[name], name, known) : Fields();
 }
 
@@ -31,9 +31,9 @@ struct Turns {
     struct Turn {
         std::string role, content{}, thought{};
         std::vector<ToolCall> calls{};
-        std::vector<std::string> ids{}; // of the calls; of a tool's turn: of the call that it answers
+        std::vector<std::string> ids{}; // of the calls; for a tool's turn, of the call that it answers
     };
-    const char* field; // of the request, for errors
+    const char* field; // the request's field, for errors
     std::vector<Turn> all{};
 
     Turn& assistant(bool fresh);
@@ -48,11 +48,11 @@ struct Turns {
     void write(sj::Writer& w) const;
 };
 
-// {"type": "function", "name", ...} as a chat has it: {"type": "function", "function": {"name", ...}}. The order stays,
-// since the model sees it.
+// Rewrites {"type": "function", "name", ...} as a chat's {"type": "function", "function": {"name", ...}}. The order is
+// kept, since the model sees it.
 void write_tool(sj::Writer& w, sj::Value tool, const char* schema);
 
-// What f, which reads the chat completion made of a request, complains of gets the name that it has in the request.
+// Calls f, which reads the translated chat completion. Its errors get the field names of the original request.
 using Names = std::vector<std::pair<std::string, std::string>>;
 template <class F> auto renamed(const Names& names, F f) {
     try {

@@ -15,7 +15,7 @@ template <class T> std::array<const Linear<T>*, 4> products_of(const Layer<T>& l
     return {&l.qkv, &l.o, &l.gate_up, &l.down};
 }
 
-// The model's layers with the adapter: the matrices themselves are the model's. For batches of up to `tokens`.
+// The model's layers with the adapter; the matrices remain the model's. For batches of up to `tokens` rows.
 template <class T> struct AdaptedModel : LoadedAdapter {
     std::vector<Layer<T>> layers;
     AttachedAdapter<T> attached;

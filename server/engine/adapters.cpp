@@ -1,4 +1,4 @@
-// adapters.cpp: names that come and go.
+// adapters.cpp: adds and removes adapters by name.
 #include "base/error.h"
 #include "server/engine/adapters.h"
 #include <algorithm>
@@ -69,7 +69,7 @@ AdapterPtr Adapters::load(const std::string& name, const std::string& folder) {
 }
 
 bool Adapters::unload(const std::string& name) {
-    AdapterPtr last; // its memory is given back outside of the lock
+    AdapterPtr last; // freed outside the lock
     std::lock_guard lock(mutex);
     const auto it = all.find(name);
     if (it == all.end() || !it->second) return false;

@@ -1,4 +1,4 @@
-// admit.cpp: slots, pages and what the prefix cache has of a prompt.
+// admit.cpp: slots, pages and the cached prefix of a prompt.
 #include "server/engine/scheduler.h"
 #include <algorithm>
 
@@ -26,7 +26,7 @@ bool Scheduler::admit(Sequence& q) {
     q.admission = ++admissions, q.resumed = q.answered();
     figures.looked_up += total, figures.found += q.computed;
     if (q.cached == SIZE_MAX) q.cached = q.computed, figures.prompt_tokens += total;
-    if (found) // (a step's rows enter their own pages)
+    if (found) // the step enters the pages of its own rows
         give(table + (size_t)q.slot * max_pages, q.pages.data(), found);
     if (ctx.gpu && !q.job.pooled) describe_to_gpu(q);
     return true;
@@ -41,7 +41,7 @@ void Scheduler::vacate(Sequence& q) {
 void Scheduler::preempt(Running::iterator it) {
     Sequence& q = *it->second;
     vacate(q);
-    q.pending = 0; // what is under way for it is void; `computed` is set when it is admitted again
+    q.pending = 0; // its results in flight are void; `computed` is set when it is admitted again
     figures.preempted++;
     auto back = std::move(it->second);
     if (q.job.adapter) q.job.adapter->running--;

@@ -1,4 +1,4 @@
-// budget.cpp: whose share is lost when the memory is used up.
+// budget.cpp: selects the share to drop when the memory is used up.
 #include "server/engine/budget.h"
 #include <algorithm>
 #include <map>

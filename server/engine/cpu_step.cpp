@@ -1,4 +1,4 @@
-// cpu_step.cpp: a step on the CPU, and whom it is handed to on a GPU.
+// cpu_step.cpp: a step on the CPU; on a GPU, the calls to GpuStep.
 #include "qwen3.cu"
 #include "model/cpu.h"
 #include "model/instances.h"
@@ -32,7 +32,7 @@ void Engine<T>::compute_on_cpu(Step& s) {
     for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
     if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, (int)rows.size());
     s.told.resize((size_t)R);
-    std::vector<int> masked((size_t)R, -1); // row of masks
+    std::vector<int> masked((size_t)R, -1); // per draw: row of masks
     std::map<Allowed, int> mask_rows;
     for (int r = 0; r < R; r++) {
         Sequence& q = drawn_for(s, (size_t)r);

@@ -1,4 +1,4 @@
-// desk.cpp: room for jobs, and figures of all engines.
+// desk.cpp: limits on jobs, and metrics of all engines.
 #include "server/engine/desk.h"
 #include "server/engine/job.h"
 #include <algorithm>

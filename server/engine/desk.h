@@ -1,4 +1,4 @@
-// desk.h: what passes between the threads of HTTP and those of engines: jobs, and the figures of what was done.
+// desk.h: the interface between HTTP threads and engine threads: jobs, and metrics.
 #pragma once
 #include "server/engine/budget.h"
 #include "server/engine/reply.h"
@@ -10,32 +10,32 @@
 
 namespace server {
 
-// Jobs go in here, from any thread, and the engine takes them out. It is the window of the first engine, too.
+// The queue of jobs: any thread adds them, the engine takes them. It is also the window of the first engine.
 struct Desk : Window {
     std::mutex mutex;
     std::condition_variable news;
     std::vector<Window*> windows{this}; // of all engines
     Router router;
-    size_t limit = 0;                 // most jobs there may be in all
-    size_t keys = 1;                  // of API keys; when all is full, each may still have its share of the limit
-    size_t texts = 0, text_tokens = 0; // of all jobs, those that are pooled, and the tokens of these
-    size_t lookups = 0;               // requests whose documents are looked up, or will be: places for answers
-    struct Held { size_t jobs = 0, tokens = 0; }; // that are not done, lookups too; tokens of texts
+    size_t limit = 0;                 // most jobs in total
+    size_t keys = 1;                  // API keys; when the queue is full, each may still use its share of the limit
+    size_t texts = 0, text_tokens = 0; // pooled jobs among all jobs, and their tokens
+    size_t lookups = 0;               // requests whose lookup runs or waits: places for answers
+    struct Held { size_t jobs = 0, tokens = 0; }; // unfinished jobs, lookups included; tokens of pooled texts
     std::map<uint64_t, Held> held;    // by line
-    bool closed = false;              // nothing more will come
-    Budget unsent{256 << 20};         // pieces and answers that nobody has taken yet
+    bool closed = false;              // no more jobs follow
+    Budget unsent{256 << 20};         // pieces and answers not yet fetched
 
-    // The jobs of one request. False: there is no room for them now. Answers that are given go to their reply at once.
+    // Adds the jobs of one request. False: no room now. Ready answers go to their reply at once.
     bool submit(std::vector<Job>&& jobs);
     void deliver(Reply& reply, Piece&& piece);
-    void place(Job&& job); // with `mutex` held
+    void place(Job&& job); // `mutex` is held
     size_t answers() const; // `mutex` is held
 
-    // A lookup keeps a place for the answer that comes of it, until leave. False: there is none.
+    // A lookup reserves a place for the answer that follows it, until leave. False: there is none.
     bool enter(uint64_t line);
     void leave(uint64_t line);
     void close();
-    // Of each engine; of all. Nobody who asks for figures waits for an engine, nor for `mutex`: they are swapped whole.
+    // Per engine; summed. Readers wait neither for an engine nor for `mutex`: the figures are swapped as a whole.
     std::vector<Figures> look_at_each() const;
     Figures look() const;
 };

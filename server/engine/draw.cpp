@@ -1,4 +1,4 @@
-// draw.cpp: draws on the CPU.
+// draw.cpp: sampling on the CPU.
 #include "model/cpu.h"
 #include "server/engine/scheduler.h"
 
@@ -35,7 +35,7 @@ int Scheduler::draw_of(const float* row, const uint32_t* bits, const Sequence& q
             ids.push_back((int)(32 * w) + __builtin_ctz(left));
             some.push_back(row[ids.back()]);
         }
-    if (ids.empty()) return 0; // the form cannot be kept any more: the answer ends
+    if (ids.empty()) return 0; // no token is allowed: the answer ends
     return ids[(size_t)sample_cpu(ctx, some.data(), (int)some.size(), q.job.how, q.ids.size())];
 }
 

@@ -1,4 +1,4 @@
-// engine.cpp: the memory that an engine plans, and adapters for it.
+// engine.cpp: plans an engine's memory and attaches adapters.
 #include "model/device.h"
 #include "model/instances.h"
 #include "server/engine/engine.h"
@@ -30,7 +30,7 @@ Engine<T>::Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk
     tell();
 }
 template <class T>
-Engine<T>::~Engine() { on_gpu.reset(); } // it waits for what is under way
+Engine<T>::~Engine() { on_gpu.reset(); } // waits for work in flight
 
 template <class T>
 void Engine<T>::plan() {
@@ -48,7 +48,7 @@ template <class T>
 void Engine<T>::choose_sizes() {
     size_t page_bytes = KVCache<T>::bytes(config, 1, ctx.kv_fp8);
     if (on_gpu) page_bytes += on_gpu->more_page_bytes();
-    auto room_with = [&](int context) { // for the cache
+    auto room_with = [&](int context) { // bytes for the cache
         options.context = context, max_pages = (context + PAGE - 1) / PAGE;
         arena.used = 0, pages = 0;
         plan();
@@ -61,7 +61,7 @@ void Engine<T>::choose_sizes() {
         room = room_with(std::max(usual, options.context / 2));
     const size_t whole = room / page_bytes * PAGE;
     if (options.at_most && whole >= PAGE && whole < (size_t)options.context)
-        room = std::max(room, room_with((int)whole)); // (what others left free may be less by now)
+        room = std::max(room, room_with((int)whole)); // free memory may have shrunk meanwhile
     pages = (int)std::min(room / page_bytes, (size_t)1 << 26);
     if (pages < max_pages)
         DIE("a context of %d tokens needs %.2f GB for keys and values, and there are %.2f GB (--kv-memory, --ctx)",
@@ -93,7 +93,7 @@ AdapterPtr Engine<T>::attach(const AdapterFile& file, const std::string& name) {
     Context own = ctx;
     std::unique_lock lock(recording, std::defer_lock);
     if constexpr (WITH_GPU)
-        // With a stream of its own, since the engine's may be recording a graph, which no memory may be taken beside.
+        // A stream of its own: the engine's may be capturing a graph, and allocation is not allowed in a capture.
         if (ctx.gpu) lock.lock(), own = with_own_stream(ctx);
     auto one = std::make_shared<AdaptedModel<T>>(own, weights, file, name, max_rows);
     if constexpr (WITH_GPU) if (ctx.gpu) gpu_synchronize(own);

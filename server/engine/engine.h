@@ -14,20 +14,20 @@
 namespace server {
 
 struct GpuStep; // gpu_step.h
-constexpr int USUAL_CONTEXT = 4096; // more than most answers and their prompts take
+constexpr int USUAL_CONTEXT = 4096; // longer than most prompts with their answers
 
 // Computes jobs.
 template <class T> struct Engine final : Scheduler {
     const Weights<T>& weights;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
-           const Context& where, Window* own = nullptr); // of several; none: the desk's
+           const Context& where, Window* own = nullptr); // own: the window of one of several engines; null: the desk's
     ~Engine() override;
 
-    // What adapters that are loaded later may take: what is asked for, else of what is free now. (On a GPU that is
-    // little: the cache was given nearly all.)
+    // Memory for adapters loaded later: as configured, otherwise a share of the free memory. (On a GPU that is little,
+    // since the cache has nearly all.)
     size_t room_for_adapters() const;
-    // Of any thread: an adapter for this engine.
+    // Thread-safe: loads an adapter for this engine.
     AdapterPtr attach(const AdapterFile& file, const std::string& name);
 
     std::unique_ptr<GpuStep> on_gpu; // null: on the CPU
@@ -41,18 +41,18 @@ template <class T> struct Engine final : Scheduler {
     acc<T>* rope;
     int* input;                  // on a GPU: a step's StepNumbers
     std::vector<uint32_t> masks; // (., words) of a step's draws
-    std::mutex recording;        // held while a graph is recorded
+    std::mutex recording;        // held while a graph is captured
 
     size_t input_size() const { return 4 * (size_t)max_rows + 3 * max_draws(); }
     void plan();
 
-    // The number of pages; and, where the context may be less than it is (at_most), the longest whose keys and values
-    // fit, and whose tables (a GPU's scratch for attention grows with it) leave 7/8 of the memory to the cache.
+    // Chooses the number of pages. If the context may shrink (at_most), also chooses the longest one whose keys and
+    // values fit, and whose tables (a GPU's attention scratch grows with it) leave 7/8 of the memory to the cache.
     void choose_sizes();
 
-    // What is asked for, else what is left of the GPU's memory but for a sixteenth and for what adapters that are loaded
-    // later may take (those of the start are there already); on the CPU enough for one sequence
-    // of the whole context, and for all of USUAL_CONTEXT tokens, but no more than a quarter of the memory.
+    // As configured. Otherwise on a GPU the free memory, minus a sixteenth of all memory and the share of adapters
+    // loaded later (those of the start are there already); on a CPU enough for one sequence of the whole context and
+    // for max_seqs of USUAL_CONTEXT tokens, but no more than a quarter of the memory.
     size_t choose_kv_bytes([[maybe_unused]] size_t others) const;
 
     // ---- A step
@@ -61,7 +61,7 @@ template <class T> struct Engine final : Scheduler {
     void draw_masked(Step& s) override;
     void describe_to_gpu(Sequence& q) override;
     void compute_on_cpu(Step& s);
-    // mixed: on a GPU, the first rows, of one token each, are computed by kernels that take any mix of adapters.
+    // mixed: on a GPU, the first rows, of one token each, use kernels that take any mix of adapters.
     void forward_step(const Step& s, const Batch& batch, const MixedRows& mixed = {});
     void keep_hidden(Step& s, const T* row) {
         for (int i = 0; i < config.C; i++) s.hidden.push_back((float)to_acc(row[i]));

@@ -1,23 +1,23 @@
-// engine_options.h: how much of what an engine computes at once.
+// engine_options.h: limits on what an engine computes at once.
 #pragma once
 #include <cstddef>
 
 namespace server {
 
 struct EngineOptions {
-    int context = 0;      // tokens of a prompt and its answer
+    int context = 0;      // tokens of a prompt with its answer
     int max_seqs = 0;     // answers at once
-    int chunk = 0;        // tokens of prompts in a step that others wait for,
-    int burst = 0;        // ... and in one that nobody waits for (answers of a batch do not)
-    size_t kv_bytes = 0;  // of the KV cache; 0: as much as there is room for
-    bool at_most = false; // the context may be less: what the cache holds
+    int chunk = 0;        // prompt tokens in a step that clients wait for,
+    int burst = 0;        // ... and in one that no client waits for (batches do not wait)
+    size_t kv_bytes = 0;  // of the KV cache; 0: as much as fits
+    bool at_most = false; // the context may shrink to what the cache holds
     int texts = 0;        // pooled jobs at once, beside the answers
-    bool adapters = true; // there may be some
-    int jump = 2;         // so many tokens that a form leaves no choice about are taken at once; 0: never, a step each
-    size_t adapter_bytes = 0; // that adapters which clients load may take, all together; 0: some of what is free
-    bool paced = false;   // `chunk` is the least; more where they keep the step short, see pace.h
-    int lookup = 0;       // tokens that are looked up for an answer that runs alone, at most (lookup.h); on a GPU those
-                          // that step.h's kernel has room for, if there is one
+    bool adapters = true; // adapters are possible
+    int jump = 2;         // so many tokens forced by a form are taken at once, without sampling; 0: never
+    size_t adapter_bytes = 0; // for all adapters that clients load together; 0: a share of the free memory
+    bool paced = false;   // `chunk` is the minimum; more while the step stays short, see pace.h
+    int lookup = 0;       // most tokens of prompt lookup for an answer that runs alone (lookup.h); on a GPU
+                          // limited by step.h's kernel, if there is one
 };
 
 } // namespace server

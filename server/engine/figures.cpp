@@ -1,4 +1,4 @@
-// figures.cpp: sums, and Prometheus's text of them.
+// figures.cpp: sums, and their Prometheus text.
 #include "base/error.h"
 #include "server/engine/figures.h"
 

@@ -1,4 +1,4 @@
-// figures.h: what an engine has done and how long it took, for /metrics.
+// figures.h: counts and times of an engine, for /metrics.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace server {
 
-// How long things took: counts in the buckets that Prometheus wants, each holding all below.
+// Durations, counted in Prometheus's cumulative buckets.
 struct Histogram {
     static constexpr double BOUNDS[] = {.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120};
     static constexpr int N = sizeof BOUNDS / sizeof *BOUNDS;
@@ -16,14 +16,14 @@ struct Histogram {
     void add(const Histogram& more);
 };
 
-// As Prometheus reads it.
+// In Prometheus's text format.
 std::string histogram_text(const char* name, const std::string& label, const Histogram& h);
 
 struct Figures {
-    size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // now
+    size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // current values
     uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
     uint64_t stopped = 0, cut = 0, cancelled = 0; // answers, by how they ended
-    uint64_t forced = 0; // tokens that were taken at once, since a form left no choice
+    uint64_t forced = 0; // tokens taken without sampling, since a form forced them
     Histogram first_token, between_tokens, whole;
 
     void add(const Figures& f);

@@ -1,4 +1,4 @@
-// forced.cpp: what a form allows: masks, and tokens about which it leaves no choice.
+// forced.cpp: the tokens that a form allows: masks, and forced tokens.
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <string>
@@ -47,7 +47,7 @@ void Scheduler::foresee(Sequence& q) {
     size_t at = 0;
     for (int id : ids) {
         const std::string_view bytes = tokenizer.bytes(id);
-        if (text.compare(at, bytes.size(), bytes) || ends(q, id)) break; // (half a character; another form of it)
+        if (text.compare(at, bytes.size(), bytes) || ends(q, id)) break; // half a character, or another encoding of it
         q.forced.push_back(id), at += bytes.size();
     }
 }

@@ -1,24 +1,24 @@
-// gpu_kernels.h: the kernels of an engine's steps: a step's numbers, penalties and masks, logits that are told.
+// gpu_kernels.h: the kernels of an engine's steps: a step's inputs, penalties and masks, reported logits.
 #pragma once
 #include "qwen3.cu"
 #include "server/engine/job.h"
 
 namespace server {
 
-constexpr int MAX_BIAS = 1024 + 1 + 2 * MAX_ENDS; // ids a job may name, <tool_call>, and those that may not end it yet
+constexpr int MAX_BIAS = 1024 + 1 + 2 * MAX_ENDS; // ids a job may name, <tool_call>, and ends that are banned for now
 
-// What the GPU knows of the sequence in each slot.
+// GPU state of the sequence in each slot.
 struct Slots {
-    int* last;        // (slots) the token drawn last
+    int* last;        // (slots) the token sampled last
     Draw* draw;       // (slots)
     uint32_t* seen;   // (slots,V) for the penalties; undefined for slots without penalties
-    int* biases;      // (slots) how many ids have a bias
+    int* biases;      // (slots) number of biased ids
     int* bias_id;     // (slots, MAX_BIAS)
     float* bias;      // (slots, MAX_BIAS)
-    int* wanted;      // (slots) alternatives to tell, or -1
+    int* wanted;      // (slots) alternatives to report, or -1
 };
 
-// A step's numbers: of N rows of the batch, and of R draws.
+// The inputs of a step: N rows of the batch, R draws.
 struct StepNumbers {
     int *token, *pos, *seq, *slot;       // (N)
     int *draw_row, *draw_seq, *draw_pos; // (R) row of the batch; of the block table; position of that row's token
@@ -26,8 +26,8 @@ struct StepNumbers {
         : token(at), pos(at + N), seq(at + 2 * N), slot(at + 3 * N),
           draw_row(at + 4 * N), draw_seq(draw_row + R), draw_pos(draw_seq + R) {}
 };
-// Fetches them from the CPU's memory and completes them, a thread a row or draw: tokens that the host has not seen yet,
-// the block table, how to draw.
+// Copies the inputs from the CPU's memory and completes them, one thread per row or draw: tokens that the host has not
+// seen yet, the block table, sampling parameters.
 __global__ void prepare_kernel(StepNumbers to, StepNumbers from, int N, int R, int* table, int max_pages, Draw* draws,
                                Slots slots) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -44,14 +44,14 @@ __global__ void prepare_kernel(StepNumbers to, StepNumbers from, int N, int R, i
     }
 }
 
-// Which tokens may be drawn: as bits, for the draws of a step that must keep to a form.
+// Allowed tokens as bits, for the draws of a step that are constrained by a form.
 struct Masks {
-    const int* row;       // (R) of `bits`, or -1: any token; null: no draw of the step has a form
+    const int* row;       // (R) row of `bits`, or -1: any token; null: no draw of the step has a form
     const uint32_t* bits; // (rows, words)
     int words;
 };
 
-// Penalties, biases and masks as the CPU applies them, a block a draw.
+// Applies penalties, biases and masks as the CPU does, one block per draw.
 __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, Slots slots, Masks masks) {
     let_next_start();
     wait_for_previous();
@@ -67,14 +67,14 @@ __global__ void adjust_kernel(float* all_logits, size_t V, const int* draw_seq, 
     for (int i = threadIdx.x; i < slots.biases[s]; i += blockDim.x)
         logits[ids[i]] += slots.bias[(size_t)s * MAX_BIAS + i];
     if (!masks.row || masks.row[blockIdx.x] < 0) return;
-    __syncthreads(); // a thread masks what another has added to
+    __syncthreads(); // a thread masks logits that other threads have adjusted
     const uint32_t* bits = masks.bits + (size_t)masks.row[blockIdx.x] * masks.words;
     for (size_t id = threadIdx.x; id < V; id += blockDim.x)
         if (id / 32 >= (size_t)masks.words || !(bits[id / 32] >> id % 32 & 1)) logits[id] = -INFINITY;
 }
 
-// The logits of what was drawn, as the model made them, where they are told: in `logits` they may have been adjusted. A
-// warp a draw. A head has run(y, r, k, C): the RUN numbers of row r, of C, from k on.
+// The model's own logit of each sampled token, where it is reported: `logits` may hold adjusted ones. One warp per
+// draw. A head has run(y, r, k, C): the RUN numbers of row r, of C, from k on.
 struct PlainHead {
     static constexpr int RUN = 1;
     const bf16* W; // (V,C)

@@ -14,11 +14,11 @@
 
 namespace server {
 
-// A step on the GPU: numbers there, forward, head, draws, numbers back; nothing waits until collect. If all rows are
-// singles (and with `invariant` have no adapter), forward to draws is one CUDA graph, kept for each size: rows are
-// filled up to 1, 2, 4, ..., max_seqs with spare ones, the pieces of the longest sequence to 1, 2, ...
-// A step by `road` is one graph from its numbers to its ids (without forms), without spare rows; there is one for
-// each number of rows and each of the two buffers.
+// A step on the GPU: inputs to the GPU, forward, head, sampling, results back; nothing waits until collect. If all rows
+// are singles (and with `invariant` have no adapter), forward to sampling is one CUDA graph, cached by size: rows are
+// padded to 1, 2, 4, ..., max_seqs, the key splits of the longest sequence to 1, 2, ...
+// A step by `road` is one graph from its inputs to its ids (without forms), without padding; there is one for each
+// number of rows and each of the two buffers.
 struct StepOnGpu final : GpuStep {
     Engine<bf16>& engine;
     Context& ctx;
@@ -32,15 +32,15 @@ struct StepOnGpu final : GpuStep {
     std::unique_ptr<OneKernelStep> road; // if not null, a step of few answers is one kernel
 
     Slots slots;
-    int *drawn, *unused;             // (max_draws) the ids; where sample_kernel puts what only a Session needs
+    int *drawn, *unused;             // (max_draws) the ids; sink for outputs of sample_kernel that only a Session needs
     Draw* draws;                     // (max_draws) of the step's rows
     unsigned long long* best;
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
-    Likeliest* told;                 // (max_seqs) of the rows that tell something,
-    float* told_logits;              // (max_seqs) ... and the logits of what was drawn
+    Likeliest* told;                 // (max_seqs) of the rows that report something,
+    float* told_logits;              // (max_seqs) ... and the logits of the sampled tokens
     const Adapter<bf16>** adapted;   // (max_seqs) adapters of a step's first rows,
     float* adapter_sums;             // (max_seqs, the most rows of a product) ... and scratch for their products
-    int* pinned_input[2] = {};       // taken in turn: a step's numbers are read while the next one's are written
+    int* pinned_input[2] = {};       // used in turn: a step's inputs are read while the next one's are written
     int* pinned_drawn[2] = {};
     bf16* pinned_hidden[2] = {};     // (texts, C)
     Likeliest* pinned_told[2] = {};
@@ -48,13 +48,13 @@ struct StepOnGpu final : GpuStep {
     const Adapter<bf16>** pinned_adapted[2] = {};
     cudaEvent_t done[2] = {}, masks_there = {};
     cudaStream_t mask_stream = {};
-    enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // what of a step a graph computes
+    enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // the part of a step that a graph computes
     struct GraphKey {
         int rows, splits;
         Part part;
         bool tells, adapts;
         int turn = -1;       // from 0 on: by `road`, with the buffers of this turn,
-        bool greedy = false; // ... and it draws, too
+        bool greedy = false; // ... including sampling
         bool operator<(const GraphKey& k) const {
             return std::tie(rows, splits, part, tells, adapts, turn, greedy) <
                    std::tie(k.rows, k.splits, k.part, k.tells, k.adapts, k.turn, k.greedy);
@@ -70,7 +70,7 @@ struct StepOnGpu final : GpuStep {
     void describe_biases(Sequence& q, bool restrained);
 
     void compute(Step& s) override;
-    // The adapters of a step's first n rows, spare ones among them.
+    // Enters the adapters of a step's first n rows, padding included.
     void give_adapters(const Step& s, int n);
     template <class F> void launch_part(bool graph, const GraphKey& key, F f) {
         if (!graph) return f();
@@ -83,15 +83,15 @@ struct StepOnGpu final : GpuStep {
     }
     void bring_back(Step& s);
 
-    // The logits; and if each block looked for its likeliest ids, how these were dealt.
+    // Computes the logits. If each block kept its likeliest ids, returns how the head's rows were dealt to blocks.
     RowsDealt head_all(Step& s, const StepNumbers& gpu, int R, bool adjusted);
     DrawState draw_state(const StepNumbers& gpu, int* to, bool adjusted) const;
-    // (Where an answer has several draws, of proposals, whichever comes last is kept; the next step names its token.)
+    // (Of an answer's several draws, of proposals, the last to finish is kept; the next step names its token itself.)
     void draw_all(const Step& s, const StepNumbers& gpu, int R, bool adjusted, const RowsDealt& dealt,
                   const Masks& masks);
 
-    // The draws of a step whose forms are known by now: masks there, and what compute has left. (The last masks
-    // have been read: what was drawn with them is here.)
+    // The draws of a step whose forms are known only now: copies masks, then the rest of compute. (The previous masks
+    // have been read: the tokens sampled with them are here.)
     void draw_masked(Step& s) override;
 
     void collect(Step& s) override;
@@ -140,7 +140,7 @@ void StepOnGpu::open() {
 }
 
 StepOnGpu::~StepOnGpu() {
-    if (!done[1]) return; // it was not opened
+    if (!done[1]) return; // it was never opened
     cudaStreamSynchronize(ctx.gpu->stream);
     for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
     cudaStreamSynchronize(mask_stream), cudaStreamDestroy(mask_stream), cudaEventDestroy(masks_there);
@@ -187,10 +187,10 @@ void StepOnGpu::compute(Step& s) {
     for (int n = 0; n < s.singles; n++) longest = std::max(longest, s.pos[n]);
     const int splits = splits_for_graph(longest, options.context);
     longest = s.singles == N ? 0 : 1 + *std::max_element(s.pos.begin() + s.singles, s.pos.end());
-    const bool adapts = !s.parts.empty() && s.singles > 0 && !ctx.invariant; // singles by one kernel for all
-    const bool several = !s.proposed.empty(); // rows of one answer, each with a draw
+    const bool adapts = !s.parts.empty() && s.singles > 0 && !ctx.invariant; // one kernel for all singles
+    const bool several = !s.proposed.empty(); // rows of one answer, one draw each
     const bool graph = s.graph = several || (s.singles == N && (s.parts.empty() || adapts));
-    // (It leaves nothing in `activations`, and takes the rows that draw to be all rows.)
+    // (The one kernel leaves nothing in `activations`, and samples for every row.)
     s.one_kernel = several || (road && graph && N <= road->most && s.draws.size() == (size_t)N && s.parts.empty() &&
                                !s.tells && s.kept.empty());
     if (s.one_kernel) R = N;
@@ -201,7 +201,7 @@ void StepOnGpu::compute(Step& s) {
     }
 
     s.rows = N, s.drawn = R;
-    // Spare rows: no sequence. Draws name the row that they are for.
+    // Padding rows have no sequence. A draw names its row.
     const StepNumbers host(pinned_input[turn], N, R), gpu(engine.input, N, R);
     for (int n = 0; n < N; n++) {
         const bool there = n < (int)s.token.size();
@@ -220,9 +220,9 @@ void StepOnGpu::compute(Step& s) {
         launch_kernel(ctx, false, prepare_kernel, (unsigned)((std::max(N, R) + 255) / 256), 256, 0, gpu, host, N, R,
                       engine.table, engine.max_pages, draws, slots);
     };
-    // (forward begins when prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
+    // (forward starts after prepare_kernel has completed: attention reads the batch early, see launch_kernel.)
     const Part part = s.masked ? BEFORE_MASKS : adjusted ? ADJUSTED : PLAIN;
-    if (s.one_kernel) { // all in one graph, and ids go straight to the CPU's memory
+    if (s.one_kernel) { // all in one graph; ids go directly to the CPU's memory
         bool greedy = part == PLAIN;
         for (size_t i = 0; i < s.draws.size(); i++) greedy = greedy && engine.drawn_for(s, i).job.how.temperature == 0;
         s.straight = part != BEFORE_MASKS;
@@ -244,7 +244,7 @@ void StepOnGpu::compute(Step& s) {
         });
     }
     const size_t C = (size_t)config.C;
-    for (size_t i = 0; i < s.kept.size(); i++) // (the next step overwrites `normed` after them)
+    for (size_t i = 0; i < s.kept.size(); i++) // the next step overwrites `normed` only after these copies
         CUDA_CHECK(cudaMemcpyAsync(pinned_hidden[turn] + i * C, activations.normed + (size_t)s.kept[i].row * C,
                                    C * sizeof(bf16), cudaMemcpyDeviceToHost, ctx.gpu->stream));
     if (!s.masked) bring_back(s);
@@ -291,7 +291,7 @@ DrawState StepOnGpu::draw_state(const StepNumbers& gpu, int* to, bool adjusted) 
 void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adjusted, const RowsDealt& dealt,
                          const Masks& masks) {
     const size_t V = (size_t)config.V;
-    // (What comes before it with masks is a wait for a copy; step.h's kernel lets nothing start early.)
+    // (With masks, a wait for a copy precedes it; step.h's kernel allows no early start.)
     const bool early = ctx.gpu->overlap && !masks.row && !s.one_kernel;
     if (adjusted)
         launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, engine.logits, V, gpu.draw_seq, slots, masks);
@@ -313,12 +313,12 @@ void StepOnGpu::draw_masked(Step& s) {
     for (size_t r = 0; r < (size_t)s.drawn; r++) {
         pinned_masks[r] = -1;
         if (r >= s.draws.size()) continue;
-        const auto it = engine.running.find(s.draws[r].rank); // it may have ended since
+        const auto it = engine.running.find(s.draws[r].rank); // the answer may have ended meanwhile
         if (it == engine.running.end() || it->second->admission != s.draws[r].admission) continue;
         pinned_masks[r] = engine.mask_row(*it->second, rows_of, bits);
     }
     const size_t rows = rows_of.size();
-    auto copy = [&](size_t from, size_t n) { // beside `forward`, on a stream of its own
+    auto copy = [&](size_t from, size_t n) { // overlaps `forward`, on its own stream
         CUDA_CHECK(cudaMemcpyAsync(mask_rows + from, pinned_masks + from, n * sizeof(int), cudaMemcpyHostToDevice,
                                    mask_stream));
     };
@@ -342,7 +342,7 @@ void StepOnGpu::collect(Step& s) {
     if (s.tells) {
         s.rows_told.assign(pinned_told[s.turn], pinned_told[s.turn] + s.draws.size());
         s.logits.assign(pinned_logits[s.turn], pinned_logits[s.turn] + s.draws.size());
-        for (size_t i = 0; i < s.ids.size(); i++) // exactly where that is known
+        for (size_t i = 0; i < s.ids.size(); i++) // exact, where the likeliest ids include it
             for (int k = 0; s.wanted[i] >= 0 && k < s.rows_told[i].count; k++)
                 if (s.rows_told[i].id[k] == s.ids[i]) s.logits[i] = s.rows_told[i].logit[k];
     }

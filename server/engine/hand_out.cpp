@@ -1,4 +1,4 @@
-// hand_out.cpp: what was drawn goes to whoever asked.
+// hand_out.cpp: delivers sampled tokens to the replies.
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <utility>
@@ -47,7 +47,7 @@ bool Scheduler::accept(Sequence& q, TokenInfo&& info) {
     if (job.min_tokens && q.ids.size() - q.prompt == job.min_tokens) q.speech.filter.stops = job.stops;
     const auto state = q.speech.state;
     const bool keeps = !end && has_form(q) && !(state == Speech::BEGIN && id == q.speech.open);
-    const bool lost = keeps && !q.matcher->advance(id); // (only if it is nested without end)
+    const bool lost = keeps && !q.matcher->advance(id); // only if nested without bound
     if (!q.forced.empty()) q.forced.pop_front();
     if (!end) {
         q.ids.push_back(id);

@@ -1,4 +1,4 @@
-// lines.cpp: jobs that wait, whose turn it is, and who gives way.
+// lines.cpp: waiting jobs: whose turn is next, and which answer is preempted.
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <climits>
@@ -69,7 +69,7 @@ std::map<uint64_t, Line>::iterator Scheduler::next_line(bool texts) {
 }
 
 bool Scheduler::yield(bool texts) {
-    constexpr uint64_t QUANTUM = 512, LEAST = 64; // LEAST: of an answer, so that each turn brings it on
+    constexpr uint64_t QUANTUM = 512, LEAST = 64; // LEAST: tokens per turn, so that each turn makes progress
     for (bool gave = false; ; gave = true) {
         const auto line = next_line(texts);
         if (line == waiting.end() || running.empty()) return gave;
@@ -78,7 +78,7 @@ bool Scheduler::yield(bool texts) {
         if ((texts || !free_slots[0].empty()) && pool.available() >= pages_wanted) return gave;
         std::map<uint64_t, size_t> n = at_work();
         const size_t own = n[key];
-        if (!texts && free_slots[0].empty()) n.erase(n.lower_bound(Job::TEXTS), n.end()); // those have no such slot
+        if (!texts && free_slots[0].empty()) n.erase(n.lower_bound(Job::TEXTS), n.end()); // texts hold no such slot
         auto fewer = [&](auto& a, auto& b) {
             return std::pair(a.second, service[a.first]) < std::pair(b.second, service[b.first]);
         };
@@ -102,7 +102,7 @@ void Scheduler::drop_cancelled() {
         figures.cancelled++;
         leave(here);
     }
-    // Those that wait hold nothing: they are looked at in portions, so that a step does not take longer for them.
+    // Waiting jobs hold no resources: they are scanned in portions, so that a step does not take longer.
     const Place front = {INT_MIN, 0};
     auto line = waiting.lower_bound(looked_at.first);
     if (line == waiting.end() || line->first != looked_at.first) looked_at.second = front;
@@ -110,7 +110,7 @@ void Scheduler::drop_cancelled() {
         if (line == waiting.end()) line = waiting.begin(), looked_at.second = front;
         const uint64_t key = looked_at.first = line->first;
         const auto it = line->second.upper_bound(looked_at.second);
-        if (it == line->second.end()) { // on to the next line
+        if (it == line->second.end()) { // go to the next line
             ++line, looked_at = {key + 1, front};
             continue;
         }

@@ -1,4 +1,4 @@
-// mixed.cpp: each op on the rows of each adapter.
+// mixed.cpp: runs each op on the rows of each adapter.
 #include "model/cpu.h"
 #include "model/instances.h"
 #include "qwen3.cu"
@@ -10,11 +10,11 @@
 
 namespace server {
 
-// One layer, computed as layer_forward does. The bits of a row are those that it has where all rows have its adapter,
-// but on a GPU without --invariant.
+// One layer, computed as layer_forward does. A row gets the same bits as in a batch where all rows have its adapter,
+// except on a GPU without --invariant.
 //
-// By the definitions each op is called for each segment, so that the matrices are read once a segment. On a GPU that
-// is so for prompts, and with `invariant` for all rows (an answer that gave way is computed again as a prompt).
+// Book I's ops are called once per segment, so the matrices are read once per segment. A GPU does so for prompts, and
+// with `invariant` for all rows (a preempted answer is recomputed as a prompt).
 template <class T> struct MixedLayer {
     Context& ctx;
     const Config& c;
@@ -40,7 +40,7 @@ template <class T> struct MixedLayer {
         const Layer<T>& layer = s.with ? s.with->layers[(size_t)l] : base;
         return layer.*which;
     }
-    // op(first row, rows, W with the adapter) for each segment, but for the mixed rows
+    // op(first row, rows, W with the adapter) for each segment, except the mixed rows
     template <class Op> void each(Which which, Op op) {
         for (const Segment<T>& s : segments) {
             const int first = std::max(s.first, mixed.rows), rows = s.first + s.rows - first;
@@ -82,14 +82,14 @@ template <class T> struct MixedLayer {
             rows_linear_swiglu_gpu(ctx, out, normed, base.*which, adapters(which), mixed.rows);
         }
         if (one_by_one()) return each(which, [&](size_t n, int rows, const Linear<T>& W) {
-            T* both = gate_up ? gate_up + n * 2 * F : nullptr; // (the GPU's op does without)
+            T* both = gate_up ? gate_up + n * 2 * F : nullptr; // the GPU's op does not need it
             RUN(norm_linear_swiglu, out + n * F, both, normed + n * C, x + n * C, w, W, rows, c.eps);
         });
         norm_product(gate_up, normed, x, w, which);
         swiglu_cpu(ctx, out, gate_up, N, c.F);
     }
 
-    // Each row's adapter, or null, for a product of all segments at once: W is read once. Makes their h.
+    // Each row's adapter, or null, for one product over all segments, which reads W once. Computes their h.
     std::vector<const Adapter<T>*> rows_adapters(const T* x, Which which) {
         std::vector<const Adapter<T>*> of((size_t)N, nullptr);
         for (const Segment<T>& s : segments)
@@ -98,7 +98,7 @@ template <class T> struct MixedLayer {
         lora_down_all(x, which);
         return of;
     }
-    // h of all segments: those of few rows side by side, a thread each; the others one after another, by all threads.
+    // h of all segments: short segments side by side, one thread each; the others one after another, on all threads.
     void lora_down_all(const T* x, Which which) {
         constexpr int FEW = 4;
         const size_t in = (base.*which).in;
@@ -116,7 +116,7 @@ template <class T> struct MixedLayer {
     }
 };
 
-// Tokens to vectors, as `forward` does; `w` has no adapter of its own.
+// From tokens to hidden states, as `forward`; `w` has no adapter of its own.
 template <class T>
 void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Segments<T>& segments, const Batch& batch,
                    Activations<T>& a, KVCache<T>& kv, const acc<T>* rope, const MixedRows& mixed) {

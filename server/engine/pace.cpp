@@ -1,4 +1,4 @@
-// pace.cpp: by what steps have taken so far.
+// pace.cpp: estimates from the steps so far.
 #include "server/engine/pace.h"
 #include <algorithm>
 
@@ -13,7 +13,7 @@ size_t PromptPace::tokens(size_t least, size_t most) const {
 void PromptPace::learn(size_t singles, size_t prompts, double took) {
     if (singles) since = prompts ? since + 1 : 0;
     const double more = std::max(took - alone, took / 100) / (double)std::max<size_t>(prompts, 1);
-    if (!prompts) { // that it takes longer now is believed when it has been seen twice; a GPU's first step is long
+    if (!prompts) { // a longer time counts only when seen twice; a GPU's first step is slow
         const double sure = std::min(took, last == 0 ? took : last);
         alone = alone == 0 ? took : std::min((alone + sure) / 2, 2 * took), last = took;
     } else if (each == 0) {

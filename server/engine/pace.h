@@ -1,22 +1,22 @@
-// pace.h: how many tokens of prompts go into a step that running answers wait for.
+// pace.h: how many prompt tokens a step takes while answers run.
 #pragma once
 #include <cstddef>
 
 namespace server {
 
-// As many as keep the step, by what steps have taken so far, within STRETCH times one of single tokens alone. At least
-// `least`, so that prompts always go on. Where prompts come without a pause, one step in STALE takes none of them: what
-// a step takes without them has to be known.
+// As many as keep the step, estimated from earlier steps, within STRETCH times a step of single tokens alone. At least
+// `least`, so that prompts always advance. While prompts never pause, one step in STALE takes none of them, to measure
+// a step without them.
 struct PromptPace {
     static constexpr double STRETCH = 1.7;
     static constexpr int STALE = 32;
-    double alone = 0, each = 0; // seconds: of a step of single tokens, and more for each token of a prompt; 0: unknown
-    double last = 0;            // what the last step of single tokens took
+    double alone = 0, each = 0; // seconds: of a step of single tokens, and per prompt token added; 0: unknown
+    double last = 0;            // duration of the last step of single tokens
     int since = STALE;          // steps with single tokens since then
 
-    // Beside single tokens.
+    // Prompt tokens beside single tokens.
     size_t tokens(size_t least, size_t most) const;
-    // A step has taken so long.
+    // Records the duration of a step.
     void learn(size_t singles, size_t prompts, double took);
 };
 

@@ -1,4 +1,4 @@
-// pages.cpp: pages are taken, given back, named and found.
+// pages.cpp: takes, releases, names and finds pages.
 #include "server/engine/pages.h"
 #include <cstring>
 

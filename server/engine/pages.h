@@ -1,4 +1,4 @@
-// pages.h: the pages of the KV cache, and what is found in them again.
+// pages.h: the pages of the KV cache, and the prefix cache.
 #pragma once
 #include "base/file.h"
 #include "qwen3.cu"
@@ -10,11 +10,11 @@
 
 namespace server {
 
-// Who has which page of the KV cache. A page is in use by `users` sequences, or idle; a whole page may also be known by
-// name. Its name stands for all tokens up to its end: it is given once, to the triple (name of the page before, these
-// 16 ids, number of the adapter or 0), and never again, so that comparing it compares the content from the first token
-// on. (The name before the first page is the salt.) An idle page keeps its name until it is taken for something else,
-// the longest idle first.
+// Allocation of the KV cache's pages. A page is used by `users` sequences, or idle; a full page may have a name. A name
+// identifies all tokens up to the page's end: each triple (name of the page before, these 16 ids, number of the adapter
+// or 0) gets one name, which is never reused, so equal names mean equal content from the first token on. (The name
+// before the first page is the salt.) An idle page keeps its name until it is reused; the page that has been idle for
+// longest is reused first.
 struct PagePool {
     struct Page {
         int users = 0, ids[PAGE];
@@ -25,7 +25,7 @@ struct PagePool {
     std::vector<Page> pages;
     std::map<uint64_t, int> idle;      // by idle_since
     std::unordered_multimap<uint64_t, int> named;
-    uint64_t clock, last_name = 1ull << 32; // salts are below
+    uint64_t clock, last_name = 1ull << 32; // smaller numbers are salts
 
     explicit PagePool(int n) : pages(n), clock(n) {
         for (int p = 0; p < n; p++) idle[pages[p].idle_since = p] = p;
@@ -36,14 +36,14 @@ struct PagePool {
     void use(int p) {
         if (pages[p].users++ == 0) idle.erase(pages[p].idle_since);
     }
-    void release(int p); // pages without a name are the first to be taken again
-    // The page that holds these ids after that one, or -1.
+    void release(int p); // pages without a name are reused first
+    // The page with these ids behind the page of that name, or -1.
     int find(uint64_t before, const int* ids, uint64_t adapter = 0) const;
-    // Page p now holds these ids. Returns their name: if another page has it already, p stays without.
+    // Names page p, which now holds these ids. Returns the name; if another page has it already, p stays unnamed.
     uint64_t name(int p, uint64_t before, const int* ids, uint64_t adapter = 0);
 
   private:
-    uint64_t start = random_bits(); // so that nobody can prepare texts that fall on each other
+    uint64_t start = random_bits(); // random, so that no client can construct collisions
     uint64_t hash(uint64_t before, const int* ids, uint64_t adapter) const {
         return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start ^ adapter));
     }

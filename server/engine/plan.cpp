@@ -8,9 +8,9 @@ Step Scheduler::plan_step() {
     Step s;
     drop_cancelled();
     yield(false);
-    const bool first = yield(true); // whose prompts come first: texts' or answers'
+    const bool first = yield(true); // whose prompts come first: pooled texts' or answers'
     if (awaits_proposal()) return s;
-    bool awaited = false; // somebody waits for the token of an answer
+    bool awaited = false; // a client waits for some answer's next token
     for (auto it = running.begin(); it != running.end(); ++it) {
         Sequence& q = *it->second;
         if (q.job.pooled || q.left() != 1 || q.answered() == q.job.max_tokens) continue;
@@ -25,7 +25,7 @@ Step Scheduler::plan_step() {
     s.singles = (int)s.token.size();
     size_t budget = (size_t)(awaited ? options.chunk : options.burst);
     if (awaited && options.paced) budget = prompt_pace.tokens(budget, (size_t)options.burst);
-    odd = !odd; // (half of 1 is 1 and 0 in turn)
+    odd = !odd; // half of 1 is alternately 1 and 0
     const size_t part = std::max((budget + odd) / 2, budget - wanted(!first, budget));
     budget -= add_prompts(s, first, part, 0);
     add_prompts(s, !first, budget, first ? 0 : reserved());
@@ -38,7 +38,7 @@ void Scheduler::group_rows(Step& s) {
     if (std::none_of(s.parts.begin(), s.parts.end(), [](auto& p) { return p.adapter; })) return s.parts.clear();
     auto place = [&](const auto& p) { return std::pair(p.first >= s.singles, p.adapter ? p.adapter->number : 0); };
     std::stable_sort(s.parts.begin(), s.parts.end(), [&](auto& a, auto& b) { return place(a) < place(b); });
-    std::vector<int> from, to(s.token.size()); // rows, by their new places and by their old ones
+    std::vector<int> from, to(s.token.size()); // rows by new position, and by old position
     for (auto& p : s.parts) {
         const int old = std::exchange(p.first, (int)from.size());
         for (int i = 0; i < p.rows; i++) to[(size_t)(old + i)] = (int)from.size(), from.push_back(old + i);

@@ -1,4 +1,4 @@
-// proposals.cpp: tokens that prompt lookup proposes (lookup.h).
+// proposals.cpp: tokens proposed by prompt lookup (lookup.h).
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <utility>
@@ -22,7 +22,7 @@ void Scheduler::add_proposal(Step& s) {
         s.token.push_back(id), s.pos.push_back((int)at), s.seq.push_back(q.slot);
         s.slot.push_back(q.pages[at / PAGE] * PAGE + (int)(at % PAGE)), at++;
     }
-    if (!s.proposed.empty()) s.singles = 0; // no longer a row that is a sequence's only one
+    if (!s.proposed.empty()) s.singles = 0; // no row is the only one of its sequence now
     s.parts.back().rows += (int)s.proposed.size();
     service[q.job.line()] += s.proposed.size();
 }

@@ -1,10 +1,10 @@
-// random_bits.h: numbers that nobody can foresee.
+// random_bits.h: unpredictable numbers.
 #pragma once
 #include <cstdint>
 
 namespace server {
 
-// Of any thread.
+// Thread-safe.
 uint64_t random_bits();
 
 } // namespace server

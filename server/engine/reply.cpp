@@ -1,4 +1,4 @@
-// reply.cpp: pieces that nobody looks at before the end are joined.
+// reply.cpp: joins pieces of replies that are read only at the end.
 #include "server/engine/reply.h"
 #include <algorithm>
 #include <iterator>
@@ -15,7 +15,7 @@ size_t bytes_of(const Piece& piece) {
 void Reply::put(Piece&& piece) {
     auto joins = [&](const Piece& p) { return p.choice == piece.choice && p.thought == piece.thought; };
     const auto at = whole ? std::find_if(pieces.rbegin(), pieces.rend(), joins) : pieces.rend();
-    const bool after_call = at != pieces.rend() && !at->calls.empty() && !piece.text.empty(); // (order stays)
+    const bool after_call = at != pieces.rend() && !at->calls.empty() && !piece.text.empty(); // keeps the order
     if (at == pieces.rend() || after_call) return pieces.push_back(std::move(piece));
     at->text += piece.text;
     std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));

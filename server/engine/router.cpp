@@ -1,4 +1,4 @@
-// router.cpp: a job goes to the engine that knows the beginning of its prompt, or to the least loaded.
+// router.cpp: sends a job to the engine that knows the beginning of its prompt, or to the least loaded one.
 #include "base/file.h"
 #include "server/engine/job.h"
 #include "server/engine/router.h"
@@ -26,7 +26,7 @@ int Router::choose(const Job& job, const std::vector<Window*>& windows) {
         const size_t k = (turn + i) % windows.size();
         if (!windows[k]->gone && (least < 0 || *windows[k]->load < *windows[(size_t)least]->load)) least = (int)k;
     }
-    if (least < 0) return 0; // (the server ends)
+    if (least < 0) return 0; // the server is shutting down
     std::vector<uint64_t> names;
     const uint64_t space = job.space ? job.space : job.salt;
     uint64_t hash = fnv1a(&space, sizeof space);

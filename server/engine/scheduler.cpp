@@ -1,4 +1,4 @@
-// scheduler.cpp: a step, and what is told of it.
+// scheduler.cpp: runs steps and publishes figures.
 #include "server/engine/router.h"
 #include "server/engine/scheduler.h"
 #include <algorithm>
@@ -45,7 +45,7 @@ void Scheduler::step() {
     const size_t ahead = ctx.gpu && !next.token.empty();
     if (!next.token.empty()) under_way.push_back(std::move(next));
     for (; under_way.size() > ahead; under_way.pop_front()) hand_out(under_way.front());
-    // Where draws must keep to a form, the last tokens had to be seen first. The GPU is at `forward` meanwhile.
+    // Draws with a form need the previous tokens first. The GPU computes `forward` meanwhile.
     if (ahead && under_way.back().masked) draw_masked(under_way.back());
     tell();
     deliver();
@@ -64,7 +64,7 @@ bool Scheduler::hand_over() {
     if (std::none_of(desk.windows.begin(), desk.windows.end(), stays)) return false;
     for (Job& job : std::exchange(window.inbox, {})) desk.place(std::move(job));
     for (auto& q : all) {
-        q->job.prompt = q->ids; // (what the router looks at)
+        q->job.prompt = q->ids; // read by the router
         Window& to = *desk.windows[(size_t)desk.router.choose(q->job, desk.windows)];
         to.count(q->job);
         q->job.prompt.clear();

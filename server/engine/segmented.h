@@ -1,21 +1,21 @@
 // segmented.h: products whose rows have different adapters, on a GPU: sums = s B (A x) of all rows, in floats, by two
-// kernels, and a product that adds them. Each adapter's matrices are read once for up to eight neighbouring rows that
-// have it. What the rows have is read from memory, so that one graph serves every mix. segmented.cu launches them.
+// kernels, and a product that adds them. Each adapter's matrices are read once for up to eight adjacent rows that use
+// it. The rows' adapters are read from memory, so that one graph serves every mix. segmented.cu launches the kernels.
 // tests/unit/test_segmented.cpp runs the kernels by emulation, tests/gpu/test_gpu.cpp on a GPU.
 //
-// A segment is one to eight rows, neighbours with the same adapter, that do not pass a multiple of eight. Which rows
-// begin one is read from the rows' adapters in memory, so a graph serves every mix. The operands of mma are read as
-// stream_kernel does: a lane takes eight numbers of a row at once, and no number is moved between memory and mma.
+// A segment is one to eight adjacent rows with the same adapter that do not cross a multiple of eight. The kernels
+// find the beginnings of segments from the rows' adapters in memory. The operands of mma are read as stream_kernel
+// does: a lane takes eight numbers of a row at once, and no number is moved between memory and mma.
 //
-//   Rows    RowAdapters, or a test's: of[n] tells whether rows have the same adapter, at(n) is row n's (or null)
+//   Rows    RowAdapters, or a test's: of[n] identifies row n's adapter, at(n) returns it (or null)
 #pragma once
 #ifdef __CUDACC__
-#include "qwen3.cu" // (emulation brings what it needs)
+#include "qwen3.cu" // emulation includes what it needs
 #endif
 
 constexpr int SEGMENT = 8; // the tokens of one mma
 
-// The rows of the segment that begins with row n; 0: none does, or it has no adapter.
+// The rows of the segment that begins at row n; 0: none begins there, or it has no adapter.
 template <class Rows> __device__ inline int segment_at(const Rows& rows, int n, int N) {
     if (!rows.of[n] || (n % SEGMENT && rows.of[n - 1] == rows.of[n])) return 0;
     int count = 1;
@@ -23,8 +23,8 @@ template <class Rows> __device__ inline int segment_at(const Rows& rows, int n, 
     return count;
 }
 
-// lora_down: h = A x. Grid: (4, rows), 8 warps. A block has the segment that begins with its row, if one does, and
-// takes 16 rows of A at a time; its warps take steps of 32 of `in` in turn, and their sums are added in shared memory.
+// lora_down: h = A x. Grid: (4, rows), 8 warps. A block owns the segment that begins at its row, if one does, and
+// takes 16 rows of A at a time. Its warps take steps of 32 of `in` in turn; their sums are added in shared memory.
 // Bound by latency, and by reading A.
 template <class Rows>
 __global__ void __launch_bounds__(256) segment_down_kernel(const bf16* x, Rows rows, int N, int in) {
@@ -59,13 +59,13 @@ __global__ void __launch_bounds__(256) segment_down_kernel(const bf16* x, Rows r
     }
 }
 
-// sums = (residual, or 0) + s B h. Grid: (out / 128, rows / SEGMENT), 8 warps. A warp has 16 rows of W's and a
-// segment's worth of tokens; those of each segment among them are multiplied by the B of its adapter, the others by
-// zeros. Of a module only the rows of its block are looked at; where 16 rows pass the end of a block, B is zero. Bound
-// by reading B.
+// sums = (residual, or 0) + s B h. Grid: (out / 128, rows / SEGMENT), 8 warps. A warp owns 16 rows of W's and SEGMENT
+// tokens. The tokens of each segment among them are multiplied by the B of its adapter, the others by zeros. A module
+// covers one block of output rows; where a warp's 16 rows pass the end of a block, B is zero there. Bound by reading
+// B.
 template <class Rows>
 __global__ void __launch_bounds__(256) segment_up_kernel(const float* residual, Rows rows, int N, int out, int block1,
-                                                         int block2) { // where the second and third block begin
+                                                         int block2) { // row at which the second and third block begin
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int r0 = (blockIdx.x * 8 + warp) * 16, n0 = blockIdx.y * SEGMENT;
     let_next_start();

@@ -1,4 +1,4 @@
-// sequence.cpp: a job becomes one.
+// sequence.cpp: makes a sequence of a job.
 #include "server/engine/sequence.h"
 
 namespace server {

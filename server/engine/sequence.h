@@ -1,4 +1,4 @@
-// sequence.h: an answer (or a text) at work, and the lines in which they wait.
+// sequence.h: a running answer (or pooled text), and the lines of waiting ones.
 #pragma once
 #include "form/matcher.h"
 #include "model/tokenizer.h"
@@ -14,27 +14,27 @@
 
 namespace server {
 
-// An answer at work. Its tokens at 0 .. computed - 1 have their keys and values in its pages, or will have when the
-// steps under way are done; `pending` of its ids have been drawn and not yet looked at.
+// A running answer. The keys and values of tokens 0 .. computed - 1 are in its pages, or will be when the steps in
+// flight are done; `pending` of its ids have been sampled and not yet processed.
 struct Sequence {
-    Job job;                   // (its prompt is in `ids`)
+    Job job;                   // its prompt is moved to `ids`
     Speech speech;
     std::vector<int> ids;      // prompt and answer
     const size_t prompt;       // tokens of the prompt
-    uint64_t arrival, rank = 0; // counts all; all first admissions
+    uint64_t arrival, rank = 0; // counters: of arrivals, of first admissions
     std::vector<int> pages{};
     size_t computed = 0, pending = 0;
-    size_t known = 0;          // pages that have been named
+    size_t known = 0;          // named pages
     uint64_t chain = 0;        // the name of the last of these
     int slot = -1;             // row of the block table
-    uint64_t admission = 0;    // counts all admissions: what was drawn before it was preempted is void
-    size_t resumed = 0;        // tokens it had answered then
-    bool restrained = false;   // the GPU knows it as one that may not end yet
+    uint64_t admission = 0;    // counts all admissions: tokens sampled before a preemption are void
+    size_t resumed = 0;        // tokens answered at that time
+    bool restrained = false;   // the GPU treats it as one that may not end yet
     size_t cached = SIZE_MAX;
     size_t thoughts = 0;       // tokens of its thought
     double last = 0;           // when its last token came
     std::unique_ptr<Matcher> matcher{}; // of the job's form
-    std::deque<int> forced{};  // the next tokens, about which it leaves no choice
+    std::deque<int> forced{};  // the next tokens, forced by the form
 
     Sequence(Job&& j, const Tokenizer& t, uint64_t arrival);
     size_t total() const { return ids.size() + pending; }
@@ -43,7 +43,7 @@ struct Sequence {
     uint64_t adapter() const { return job.adapter ? job.adapter->number : 0; }
     size_t pages_needed() const { return job.pooled ? (ids.size() + PAGE - 1) / PAGE : ids.size() / PAGE + 1; }
 };
-using Place = std::pair<int, uint64_t>; // in a line: by priority, then as they came
+using Place = std::pair<int, uint64_t>; // position in a line: by priority, then by arrival
 using Line = std::map<Place, std::unique_ptr<Sequence>>;
 using Running = std::map<uint64_t, std::unique_ptr<Sequence>>;
 

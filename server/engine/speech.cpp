@@ -1,4 +1,4 @@
-// speech.cpp: what can be shown because of a token.
+// speech.cpp: the text that a token makes visible.
 #include "server/engine/speech.h"
 #include "model/chat_template.h"
 #include <algorithm>
@@ -12,7 +12,7 @@ Speech::Speech(const Tokenizer& t, const Job& job)
       close(t.id("</think>")),
       call_open(t.id(CALL_OPEN)), call_close(t.id(CALL_CLOSE)), tools(job.tools), sure_calls(job.sure_calls),
       specials(job.specials) {
-    if (job.min_tokens) filter.stops.clear(); // until then
+    if (job.min_tokens) filter.stops.clear(); // none until then
     skipping = state == THOUGHT;
 }
 
@@ -45,7 +45,7 @@ void Speech::feed(Piece& piece, TokenInfo&& info) {
 
 void Speech::finish(Piece& piece) {
     piece.thought = state == THOUGHT;
-    if (state == CALL) { // cut off
+    if (state == CALL) { // the call was cut off
         if (!sure_calls) take_as_text(piece, "");
         else characters.flush();
         state = ANSWER;
@@ -53,7 +53,7 @@ void Speech::finish(Piece& piece) {
     const std::string tail = skip(characters.flush());
     if (!held.empty()) held.back().text += tail;
     show(piece, state == THOUGHT ? tail : filter.feed(tail) + filter.flush());
-    for (TokenInfo& t : held) { // what a stop string has cut off is not told
+    for (TokenInfo& t : held) { // tokens cut off by a stop string are not reported
         if (filter.stopped && given >= shown) break;
         const size_t length = std::min(t.text.size(), shown - given);
         given += length, t.text.resize(length);
@@ -90,14 +90,14 @@ std::string Speech::skip(std::string text) {
 void Speech::show(Piece& piece, std::string text) {
     if (state == THOUGHT || tools) {
         text.insert(0, std::exchange(newlines, {}));
-        const size_t end = text.find_last_not_of('\n') + 1; // 0 if there is nothing else
+        const size_t end = text.find_last_not_of('\n') + 1; // 0: nothing but newlines
         newlines = text.substr(end);
         piece.text += text.substr(0, end);
         return;
     }
     piece.text += text;
     shown += text.size();
-    // Tokens whose text is out; those that may get some more, from a character that is not complete, wait.
+    // Reports tokens whose text is out. Tokens that may get more text, from an incomplete character, wait.
     size_t end = given, ready = 0, sure = held.size() - (!held.empty() && !characters.held.empty());
     for (size_t i = 0; i < sure && (end += held[i].text.size()) <= shown; i++)
         if (!held[i].text.empty()) ready = i + 1;
@@ -109,7 +109,7 @@ void Speech::show(Piece& piece, std::string text) {
 }
 
 TokenInfo describe(const Likeliest& row, int id, float logit) {
-    auto logprob = [&](float logit) { // OpenAI's number for "never" keeps it JSON
+    auto logprob = [&](float logit) { // OpenAI's value for "never", which keeps it valid JSON
         const float l = usable(logit) - row.log_sum;
         return l > -9999 ? l : -9999.f;
     };

@@ -1,4 +1,4 @@
-// exchange.cpp: a request is read and checked; what is said of it in the log.
+// exchange.cpp: reads, checks and logs a request.
 #include "base/file.h"
 #include "form/grammar.h"
 #include "search/hybrid.h"
@@ -32,7 +32,7 @@ Exchange::Exchange(Server& s, MHD_Connection* c, Peer& p, const char* url, const
 
 Exchange::~Exchange() {
     if (known_to_watch) {
-        std::lock_guard lock(server.mutex); // from now on it does not know it
+        std::lock_guard lock(server.mutex); // the server forgets this exchange
         peer.exchange = nullptr;
     }
     if (reply) {
@@ -75,8 +75,8 @@ MHD_Result Exchange::head() {
     return MHD_YES;
 }
 
-// Whether all names of headers are tokens, and no value has a control character (RFC 9110, 5.5 and 5.6.2). The library
-// takes any, so "Content-Length :" is none to it, and a carriage return alone ends no line.
+// Whether all header names are tokens and no value has a control character (RFC 9110, 5.5 and 5.6.2). The library
+// accepts anything: it does not recognize "Content-Length :", and a lone carriage return ends no line for it.
 static bool good_headers(MHD_Connection* connection) {
     bool good = true;
     auto look = [](void* good, MHD_ValueKind, const char* name, const char* value) {
@@ -116,7 +116,7 @@ bool Exchange::takes_no_post() const {
 }
 
 void Exchange::check_head() {
-    if (server.loopback()) { // a web page whose own name was made to point here must not get in
+    if (server.loopback()) { // against DNS rebinding: a web page's own name that resolves to this address
         std::string host = lower(header("Host"));
         const size_t colon = host.rfind(':');
         if (colon != std::string::npos && host.find(']', colon) == std::string::npos) host.resize(colon);
@@ -127,13 +127,13 @@ void Exchange::check_head() {
     const std::string encoding = header("Content-Encoding");
     if (!encoding.empty() && encoding != "identity") throw Refusal(415, "Content-Encoding is not supported");
     const bool open = known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics"}) == path;
-    if (method == "POST" && !open && !takes_no_post()) { // (what does not is told so first)
+    if (method == "POST" && !open && !takes_no_post()) { // a path that takes no POST is refused for that first
         std::string type = header("Content-Type");
         type.resize(std::min(type.find(';'), type.size()));
         while (!type.empty() && type.back() == ' ') type.pop_back();
         const char* wanted = filed() && path == "/v1/files" ? "multipart/form-data" : "application/json";
         if (strcasecmp(type.c_str(), wanted)) throw Refusal(415, format("Content-Type must be %s", wanted));
-        const std::string origin = header("Origin"); // a page of any site can send a form without asking first
+        const std::string origin = header("Origin"); // any site's page can send a form without a preflight
         const auto& known = server.options.origins;
         if (*wanted == 'm' && !origin.empty() && std::find(known.begin(), known.end(), origin) == known.end())
             throw Refusal(403, "files are not taken from web pages of other sites (--cors names those that may)");
@@ -222,12 +222,12 @@ bool Exchange::asks_for_form() {
 }
 
 void Exchange::prepare() {
-    server.bodies.remove(upload); // from now on it is not dropped
+    server.bodies.remove(upload); // it cannot be dropped from here on
     if (upload.lost && !refusal) refusal = std::make_unique<Refusal>(503, "too many requests are coming in");
     prepared = response();
     leave_desk();
     if (looked_for) look_for(nullptr);
-    std::string().swap(body); // the answer may take long, and others need the room
+    std::string().swap(body); // frees memory: the answer may take long
 }
 
 std::string Exchange::fault(const Refusal& r) const {

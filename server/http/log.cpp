@@ -1,4 +1,4 @@
-// log.cpp: a thread of its own writes the lines.
+// log.cpp: the thread that writes the lines.
 #include "base/error.h"
 #include "server/http/log.h"
 #include <algorithm>

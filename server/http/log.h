@@ -11,29 +11,29 @@
 
 namespace server {
 
-// Lines for stdout. Whoever has one never waits: a thread of its own writes them, and where stdout takes no more they
-// are dropped and counted.
+// Lines for stdout. Callers never wait: a thread writes the lines. When stdout blocks, lines are dropped and
+// counted.
 struct Log {
-    static constexpr size_t MOST = 1 << 20; // bytes that wait
-    static constexpr double PATIENCE = 1;   // seconds for what waits at the end, if nothing else sets a limit
-    std::atomic<size_t> lost{0};            // lines
-    std::atomic<double> end{INFINITY};      // until when it may hold the end up: then it writes what is taken at once
+    static constexpr size_t MOST = 1 << 20; // bytes waiting
+    static constexpr double PATIENCE = 1;   // seconds to write the rest at the end, if there is no other limit
+    std::atomic<size_t> lost{0};            // lines dropped
+    std::atomic<double> end{INFINITY};      // of its time to delay the end: then it writes only what stdout takes
 
     explicit Log(int to) : to(to), thread([this] { write_all(); }) {}
     ~Log();
-    void write(std::string line); // of less than PIPE_BUF bytes
+    void write(std::string line); // shorter than PIPE_BUF bytes
 
   private:
     const int to;
     std::mutex mutex;
     std::condition_variable news;
     std::deque<std::string> lines;
-    size_t bytes = 0, told = 0; // told: of those that are lost
+    size_t bytes = 0, told = 0; // told: dropped lines already reported
     std::atomic<bool> closing{false};
     std::thread thread;
 
     void write_all();
-    bool put(const std::string& some); // a pipe that is ready takes PIPE_BUF bytes at once
+    bool put(const std::string& some); // a ready pipe takes PIPE_BUF bytes at once
 };
 
 } // namespace server

@@ -1,4 +1,4 @@
-// metrics.cpp: vLLM's names; of HTTP, those of the instrumentation that it uses.
+// metrics.cpp: vLLM's names; for HTTP, those of the instrumentation that it uses.
 #include "server/http/exchange.h"
 #include "server/http/log.h"
 #include <ctime>
@@ -7,7 +7,7 @@
 namespace server {
 
 std::string Exchange::metrics() {
-    std::vector<Figures> each; // (until the server is ready there may come more engines)
+    std::vector<Figures> each; // engines may be added until the server is ready
     if (server.ready) each = server.desk.look_at_each();
     Figures f;
     for (const Figures& one : each) f.add(one);

@@ -1,5 +1,5 @@
-// openapi.cpp: the document. It has what clients and testers need to form requests; docs/server.md says what each
-// field does. {{version}} is filled in.
+// openapi.cpp: the document. It holds what clients and testers need to form requests; docs/server.md explains the
+// fields. {{version}} is filled in.
 #include "qwen3.h"
 #include "server/http/openapi.h"
 #include <string_view>

@@ -1,4 +1,4 @@
-// openapi.h: what the server at its routes takes and tells, as an OpenAPI document (GET /openapi.json).
+// openapi.h: the server's API as an OpenAPI document (GET /openapi.json).
 #pragma once
 #include <string>
 

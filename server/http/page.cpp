@@ -1,4 +1,4 @@
-// page.cpp: chat.html, which the Makefile makes a string of, and what is put into it.
+// page.cpp: chat.html, which the Makefile embeds as a string, with its values filled in.
 #include "base/error.h"
 #include "server/engine/random_bits.h"
 #include "server/http/page.h"
@@ -17,7 +17,7 @@ static const char CHAT_PAGE[] =
 static std::string escape_html(const std::string& text) {
     std::string out;
     for (char c : text)
-        if (strchr("&<>\"'", c)) out += format("&#%d;", c); // (a NUL, too)
+        if (strchr("&<>\"'", c)) out += format("&#%d;", c); // NUL, too
         else out += c;
     return out;
 }

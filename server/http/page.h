@@ -1,12 +1,12 @@
-// page.h: the page to chat on, as it is sent.
+// page.h: the chat page, as it is sent.
 #pragma once
 #include "server/http/options.h"
 #include <string>
 
 namespace server {
 
-// The page as it is sent, and the policy that goes with it: nothing but what is in the page, and this server, by a
-// number that only this answer has. Text can never become HTML in it (trusted types).
+// The page as it is sent, with its security policy: it may load nothing but its own content and this server, by a nonce
+// that only this response has. Text can never become HTML in it (trusted types).
 struct ChatPage {
     std::string html, policy;
     explicit ChatPage(const ServerOptions& o);

@@ -1,4 +1,4 @@
-// routes.cpp: what each path answers.
+// routes.cpp: the handlers of the paths.
 #include "model/tokenizer.h"
 #include "qwen3.h"
 #include "server/api/asked.h"
@@ -19,13 +19,13 @@
 namespace server {
 
 Response Exchange::route() {
-    const std::string asked = method == "HEAD" ? "GET" : method; // (the library leaves the body away)
+    const std::string asked = method == "HEAD" ? "GET" : method; // the library omits the body
     auto only = [&](const char* allowed) {
         if (asked != allowed) throw Refusal(405, format("%s takes %s only", path.c_str(), allowed), allowed);
     };
     const bool ready = server.ready && !server.draining;
     if (method == "OPTIONS") return {204, ""};
-    if (path == "/") { // browsers get the page, which waits for the model; others get the course's health
+    if (path == "/") { // browsers get the page, which waits for the model; other clients get the course's health
         only("GET");
         if (std::string(header("Accept")).find("text/html") == std::string::npos) {
             const char* status = ready ? server.options.predict_status.c_str()
@@ -86,7 +86,7 @@ Response Exchange::route() {
     stream = ask.stream;
     const std::shared_ptr<Reply> r = ask.jobs[0].reply;
     r->share = unsent, charged = true;
-    r->wake = [this, reply = r.get()] { // the engine's thread, or watch()'s; reply->mutex is held
+    r->wake = [this, reply = r.get()] { // called by the engine's thread or watch(); reply->mutex is held
         if (!suspended || !(stream || reply->left == 0 || reply->cancelled)) return;
         suspended = false;
         MHD_resume_connection(connection);

@@ -1,4 +1,4 @@
-// send.cpp: whole answers, streams and headers. Both kinds of answers may find nothing to do yet, and sleep until reply->wake.
+// send.cpp: whole answers, streams and headers. An answer with nothing to send yet sleeps until reply->wake.
 #include "server/http/exchange.h"
 #include <algorithm>
 #include <cctype>
@@ -78,7 +78,7 @@ ssize_t Exchange::next_of_stream(void* self, uint64_t, char* buffer, size_t room
             {
                 std::lock_guard lock(e.reply->mutex);
                 if (e.reply->cancelled) return MHD_CONTENT_READER_END_WITH_ERROR;
-                // A part of what is there: as JSON it is much larger.
+                // A part of the pieces: as JSON they are much larger.
                 const size_t n = std::min<size_t>(e.reply->pieces.size(), 64);
                 const auto end = e.reply->pieces.begin() + (ptrdiff_t)n;
                 std::move(e.reply->pieces.begin(), end, std::back_inserter(pieces));
@@ -130,7 +130,7 @@ MHD_Result Exchange::respond(Response&& r) {
 MHD_Result Exchange::send(MHD_Response* out, const Response& r) {
     if (!out) return MHD_NO;
     status = r.status;
-    peer.since = seconds(), peer.phase = Peer::ANSWERING; // from now on it can be fetched
+    peer.since = seconds(), peer.phase = Peer::ANSWERING; // it can be fetched from now on
     if (r.status != 204) MHD_add_response_header(out, "Content-Type", r.type);
     MHD_add_response_header(out, "X-Content-Type-Options", "nosniff");
     MHD_add_response_header(out, "X-Request-Id", request_id.c_str());

@@ -1,4 +1,4 @@
-// server.cpp: the library is started and stopped, and calls here.
+// server.cpp: starts and stops the library, and holds its callbacks.
 #include "base/file.h"
 #include "server/api/refusal.h"
 #include "server/http/exchange.h"
@@ -36,10 +36,10 @@ static Peer& peer_of(MHD_Connection* c) {
 
 static uint64_t name_of(const sockaddr* address) {
     if (address->sa_family == AF_INET) return fnv1a(&((const sockaddr_in*)address)->sin_addr, 4);
-    return fnv1a(&((const sockaddr_in6*)address)->sin6_addr, 8); // a network of 64 bits is one client's
+    return fnv1a(&((const sockaddr_in6*)address)->sin6_addr, 8); // a /64 network counts as one client
 }
 
-// What the library calls. It is C: no exception may leave them.
+// Callbacks of the library. It is C: no exception may leave them.
 static void on_connection(void* self, MHD_Connection* c, void** context, MHD_ConnectionNotificationCode what) {
     Server& server = *(Server*)self;
     std::lock_guard lock(server.mutex);
@@ -49,8 +49,8 @@ static void on_connection(void* self, MHD_Connection* c, void** context, MHD_Con
         server.peers.insert(peer);
         *context = peer;
         if (server.peers.size() > server.most_peers - server.most_peers / 8) server.make_room(peer);
-        // What the kernel holds of an answer for a slow reader: not the MBs that it likes to, of which it would say
-        // nothing for minutes, so that the reader seemed idle.
+        // Limits the kernel's send buffer. By default it takes MBs of an answer for a slow reader and reports no
+        // progress for minutes, so that the reader seems idle.
         const int room = 1 << 17;
         setsockopt(peer->fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
     } else {
@@ -58,8 +58,8 @@ static void on_connection(void* self, MHD_Connection* c, void** context, MHD_Con
         delete (Peer*)*context;
     }
 }
-// The library has room for a few hundred arguments after a `?`, and with more it neither answers nor closes. We need
-// none.
+// The library has room for a few hundred arguments after a `?`; with more it neither answers nor closes. None are
+// needed.
 static void* on_request_line(void*, const char* uri, MHD_Connection* c) {
     peer_of(c).since = seconds();
     peer_of(c).phase = Peer::READING;
@@ -112,7 +112,7 @@ void Server::start() {
                   six ? (void*)&v6.sin6_addr : (void*)&v4.sin_addr) != 1)
         DIE("--host %s: not an address", options.host.c_str());
 
-    // (Before 0.9.77 "strict" asks for a Host only, which we do, and sends the head of that refusal twice.)
+    // (Before 0.9.77 "strict" only requires a Host, which we check, and sends the head of that refusal twice.)
     const int strict = MHD_VERSION >= 0x00097700;
     const unsigned flags = MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME | (six ? MHD_USE_IPv6 : 0);
     daemon = MHD_start_daemon(
@@ -125,10 +125,10 @@ void Server::start() {
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
-// Closes the connections that have been idle for longest, of the address that has the most idle ones. So the idle
+// Closes the connections that have been idle for longest, of the address with the most idle ones. So the idle
 // connections of one address do not keep others out.
 void Server::make_room(const Peer* latest) {
-    using Idle = std::vector<std::pair<double, Peer*>>; // since when
+    using Idle = std::vector<std::pair<double, Peer*>>; // idle since
     std::map<uint64_t, Idle> of_address;
     for (Peer* peer : peers)
         if (peer != latest && peer->idle() && !peer->dropped) of_address[peer->address].push_back({peer->since, peer});
@@ -141,11 +141,11 @@ void Server::make_room(const Peer* latest) {
     for (auto& [since, peer] : *most) peer->dropped = true, shutdown(peer->fd, SHUT_RDWR);
 }
 
-// The connections end first: while libmicrohttpd stops (0.9.75), a request that it refuses itself makes it read through
+// Closes connections first: while libmicrohttpd (0.9.75) stops, a request that it refuses itself makes it dereference
 // a null pointer.
 void Server::stop() {
     const MHD_socket listening = MHD_quiesce_daemon(daemon);
-    int empty = 0; // times that nobody was there: a thread may just be accepting
+    int empty = 0; // rounds without a connection: a thread may just be accepting one
     for (const double end = seconds() + 5; empty < 3 && seconds() < end; usleep(10'000)) {
         std::lock_guard lock(mutex);
         size_t open = 0;

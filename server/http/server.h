@@ -1,10 +1,10 @@
-// server.h: connections, their limits, and the end.
+// server.h: connections, their limits, and shutdown.
 //
 // By libmicrohttpd: small, GNU, in every distribution, and made for this: a few threads with epoll, and connections
-// that are suspended while there is nothing to send. It parses, times out what is idle and limits headers to 32 KB. A
-// request's framing, of which it takes too much, is looked at in check_framing. watch() does the rest: whole requests
-// and answers have a deadline, however evenly their bytes trickle, and a suspended connection is looked at, since its
-// peer may be gone.
+// that are suspended while there is nothing to send. It parses, times out idle connections and limits headers to 32 KB.
+// Its checks of a request's framing are too lax: check_framing repeats them. watch() does the rest: whole requests and
+// answers have a deadline, however evenly their bytes trickle, and the peers of suspended connections are
+// probed.
 #pragma once
 #include "base/error.h"
 #include "server/api/filing.h"
@@ -26,25 +26,25 @@ struct MHD_Daemon;
 
 namespace server {
 
-constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests that are being read
+constexpr size_t ALL_BODIES = 256 << 20; // bytes of requests being read
 
 struct Exchange;
 struct Log;
 
-// A connection, for watch(). `mutex` of the Server guards `exchange` and `probed`.
+// A connection, for watch(). The Server's `mutex` guards `exchange` and `probed`.
 struct Peer {
     int fd;
-    uint64_t address;                                    // a name for it; for IPv6, of its network
-    enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: we are, on what it sent; it waits
+    uint64_t address;                                    // its hash; for IPv6, of its network
+    enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: the server works on the request; the peer waits
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};
-    Exchange* exchange = nullptr; // one that the engine works for,
-    Exchange* looking = nullptr;  // ... or one that a worker has: its grammar, its question to documents
-    double probed = 0;            // when it was last asked whether it is there, since it will send nothing more
-    std::atomic<bool> over{false}; // the library has closed it, and says so when it next looks at it: maybe much later
-    bool dropped = false;          // we have closed it, since others need its place
+    Exchange* exchange = nullptr; // in an engine,
+    Exchange* looking = nullptr;  // ... or with a worker: its grammar, its lookup in documents
+    double probed = 0;            // time of the last probe, since it will send nothing more
+    std::atomic<bool> over{false}; // closed by the library, which may report it much later
+    bool dropped = false;          // closed by us, since others need its place
 
-    // Nothing of a request has come, or not all of it.
+    // No complete request has arrived.
     bool idle() const { return phase == WAITING || phase == READING; }
 };
 
@@ -53,10 +53,10 @@ struct Server {
     Desk& desk;
     Service service;                       // not to be touched before `ready`
     std::atomic<bool> ready{false}, draining{false};
-    double drained_since = 0;              // main's, as watch() is
-    std::atomic<size_t> answering{0};      // requests that came before the drain
+    double drained_since = 0;              // used by the main thread, as watch() is
+    std::atomic<size_t> answering{0};      // requests from before the drain
     Budget bodies{ALL_BODIES};
-    std::unique_ptr<Filing> filing;        // of --files
+    std::unique_ptr<Filing> filing;        // for --files
     std::unique_ptr<Log> log;
     Traffic traffic;
     Workers workers{std::min(4u, std::max(2u, std::thread::hardware_concurrency() / 2))};
@@ -72,8 +72,8 @@ struct Server {
     void watch();
     void drain();
     void abandon();
-    int port() const; // that it listens on
-    void make_room(const Peer* latest); // for connections, before there is none; `mutex` is held
+    int port() const; // the listening port
+    void make_room(const Peer* latest); // frees connections before they run out; `mutex` is held
 
     bool loopback() const { return options.host.compare(0, 4, "127.") == 0 || options.host == "::1"; }
 };

@@ -1,4 +1,4 @@
-// traffic.cpp: Prometheus's text of them.
+// traffic.cpp: HTTP metrics in Prometheus's text format.
 #include "base/error.h"
 #include "server/http/traffic.h"
 

@@ -1,4 +1,4 @@
-// watch.cpp: who is late, who is gone, and the end.
+// watch.cpp: deadlines, lost peers, and shutdown.
 #include "base/error.h"
 #include "server/engine/reply.h"
 #include "server/http/exchange.h"
@@ -14,10 +14,10 @@
 
 namespace server {
 
-constexpr double PROBE = 2;              // seconds from one question to a silent client to the next
-constexpr double DRAIN_FETCH = 10;       // seconds to fetch an answer that is complete, while the server shuts down
+constexpr double PROBE = 2;              // seconds between probes of a silent client
+constexpr double DRAIN_FETCH = 10;       // seconds to fetch a complete answer during shutdown
 
-// To be called a few times a second: who is late, and who is gone?
+// Called a few times a second: enforces deadlines and detects lost peers.
 void Server::watch() {
     std::vector<std::shared_ptr<Reply>> gone;
     {
@@ -46,8 +46,8 @@ void Server::watch() {
                 continue;
             }
             if (closed || (half && !e.newest) || e.unsent->lost) gone.push_back(e.reply);
-            // Whoever has the reply now, the engine or a sender, may have lost its core: it is looked at next time, and
-            // nobody who needs our mutex (for a new connection, say) waits for that.
+            // The engine or sender that holds the reply may have lost its core: it is checked in the next call, so that
+            // no thread that needs our mutex (for a new connection, say) waits for it.
             std::unique_lock reply_lock(e.reply->mutex, std::try_to_lock);
             if (!reply_lock) continue;
             if (half && now - at[i]->probed > PROBE) at[i]->probed = now, e.probe();
@@ -65,7 +65,7 @@ void Server::watch() {
     }
 }
 
-// New requests are refused, idle connections closed, and what is under way comes to its end within options.drain.
+// Refuses new requests, closes idle connections, and finishes work in progress within options.drain.
 void Server::drain() {
     drained_since = seconds();
     draining = true;
@@ -75,7 +75,7 @@ void Server::drain() {
     if (answering == 0) return;
     fprintf(stderr, "%zu requests are abandoned\n", answering.load());
     for (const double end = seconds() + 5; answering > 0 && seconds() < end; usleep(50'000)) abandon();
-    if (answering > 0) _exit(1); // (the library must not be stopped while it holds any)
+    if (answering > 0) _exit(1); // the library must not be stopped while it holds any
 }
 void Server::abandon() {
     std::vector<std::shared_ptr<Reply>> replies;

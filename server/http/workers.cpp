@@ -1,4 +1,4 @@
-// workers.cpp: those who asked take turns.
+// workers.cpp: clients take turns.
 #include "server/http/workers.h"
 #include <algorithm>
 #include <utility>

@@ -12,7 +12,7 @@
 
 namespace server {
 
-// Threads for what takes long. Tasks wait in a line for each of those who asked, who take turns; none of them has all
+// Threads for long tasks. Each client has a line of waiting tasks. The lines take turns, and no client gets all
 // threads.
 struct Workers {
     explicit Workers(size_t n) : most(std::max<size_t>(1, n - 1)) {
@@ -22,12 +22,12 @@ struct Workers {
     void add(uint64_t who, std::function<void()> task);
 
   private:
-    const size_t most; // threads that work for one
+    const size_t most; // threads per client
     std::mutex mutex;
     std::condition_variable news;
     std::map<uint64_t, std::deque<std::function<void()>>> lines;
     std::map<uint64_t, size_t> busy;
-    uint64_t last = 0; // whose turn it was
+    uint64_t last = 0; // the client served last
     bool closing = false;
     std::vector<std::thread> threads;
 
