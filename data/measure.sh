@@ -5,7 +5,7 @@
 #     data/measure.sh LABEL QUESTIONS.jsonl ANSWERS.jsonl --nearest TRAIN.jsonl   ... for the nearest training answers
 #     data/measure.sh --header LABEL                              the table's head
 # Columns: label, rows, answers that ended by themselves, loss, then what `datagen score` gives (docs/data.md), 0 to 100,
-# each with its 95% interval and the rows that have such a number; "-" where fewer than three have.
+# each with its 95% interval and the number of rows that have it; "-" where no row has.
 # ANSWERS.jsonl is made if it is not there; stopped, the same command goes on.
 # PROGRAMS names the folder of qwen3 and datagen, where it is not the repository's.
 set -eu
@@ -38,7 +38,7 @@ else
 fi
 printf '%s\n' "$scores" | awk -F '[][ ,]+' -v first=$first '
 BEGIN {n = split("rouge-1 rouge-2 rouge-l bleu-4-char bleu-4-word facts choice", name, " ")}
-/^(rouge|bleu|facts|choice)[-a-z0-9]* +[0-9]+ +[-0-9.]+ \[/ && $2 > 2 {
+/^(rouge|bleu|facts|choice)[-a-z0-9]* +[0-9]+ +[-0-9.]+ \[/ {
     cell[$1] = sprintf("%.2f [%.2f, %.2f] (%d)", $first, $(first + 1), $(first + 2), $2)
 }
 END {
