@@ -1,4 +1,4 @@
-// book/arguments.h: what the command line gave, and the lists of data/datagen/ that it names: limits and others.
+// book/arguments.h: the command line's values, and the lists of data/datagen/ that it names: limits and others.
 #pragma once
 #include "book/text.h"
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace book {
 
-// What the command line gave: files, and options by name.
+// The command line's values: files, and options by name.
 struct Arguments {
     Strings files;
     std::map<std::string, std::string> given;
@@ -20,16 +20,16 @@ struct Arguments {
     size_t number(const std::string& name, size_t otherwise, size_t low, size_t high) const;
     std::string output() const { return text("-o", "-"); }
     std::string dropped() const;
-    // A file of data/datagen/: of the working folder, else beside the program; or where --data says.
+    // The path of a file in data/datagen/: in the working folder, otherwise beside the program; or in --data.
     std::string data(const std::string& name) const;
     std::string tokenizer() const { return text("-z", beside("tokenizer.bin")); }
     static std::string beside(const std::string& name);
 };
 
-// Calls f with the lines of a list in data/datagen/, without comments (from ';' on) and blanks around.
+// Calls f with the lines of a list in data/datagen/, without comments (from ';' on) and surrounding blanks.
 void for_each_line(const std::string& path, const std::function<void(std::string_view line, size_t number)>& f);
 
-// data/datagen/limits.txt: a name and a number a line.
+// data/datagen/limits.txt: a name and a number per line.
 struct Limits {
     std::string path;
     std::map<std::string, double> value;

@@ -32,7 +32,7 @@ static void replace_all(std::string& text, std::string_view from, std::string_vi
 
 std::vector<std::string> words_13a(std::string_view text) {
     std::string line(text);
-    while (!line.empty()) { // white space at the end, character by character
+    while (!line.empty()) { // strips white space at the end, character by character
         size_t last = line.size() - 1;
         while (last && (line[last] & 0xC0) == 0x80) last--;
         if (!is_blank(std::string_view(line).substr(last))) break;
@@ -52,8 +52,8 @@ std::vector<std::string> words_13a(std::string_view text) {
         else apart += c;
     }
     apart += ' ';
-    // What a pattern matches of two characters is taken together, and the next match begins after it.
-    auto pairs = [](const std::string& from, auto matches, int mark) { // the mark is the pair's 0th or 1st character
+    // A match of a pattern of two characters is consumed as a whole; the next match begins after it.
+    auto pairs = [](const std::string& from, auto matches, int mark) { // mark: the pair's 0th or 1st character
         std::string to;
         for (size_t i = 0; i < from.size(); i++) {
             if (i + 1 == from.size() || !matches(from[i], from[i + 1])) {
@@ -81,7 +81,7 @@ std::vector<std::string> words_13a(std::string_view text) {
         if (!is_blank(c)) words.back() += c;
         else if (!words.back().empty()) words.emplace_back();
     }
-    words.pop_back(); // apart ends with a blank
+    words.pop_back(); // `apart` ends with a blank
     return words;
 }
 

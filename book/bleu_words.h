@@ -6,12 +6,12 @@
 
 namespace book {
 
-// Whether the words of a text stand between spaces: fewer than one in ten of its letters is of a script without (Han,
+// Whether a text separates its words by spaces: fewer than one in ten letters belongs to a script that does not (Han,
 // kana, Thai, Lao, Tibetan, Burmese, Khmer). Fenced code is left out: it is in no language.
 bool has_spaces(std::string_view text);
 
-// The words of sacrebleu's tokenizer 13a, which is that of NIST's mteval-v13a: signs stand alone, but for a point or
-// comma within a number, an apostrophe, and a hyphen that does not follow a digit. Valid UTF-8.
+// The words of sacrebleu's tokenizer 13a, which is that of NIST's mteval-v13a: signs are separate words, except a point
+// or comma within a number, an apostrophe, and a hyphen that does not follow a digit. Valid UTF-8.
 std::vector<std::string> words_13a(std::string_view text);
 
 // sacrebleu's sentence BLEU (13a, exponential smoothing, effective order), as a fraction.

@@ -1,4 +1,4 @@
-// book/characters.h: the characters of a text: which are blanks, digits, letters, and where they begin.
+// book/characters.h: the characters of a text: blanks, digits, letters, and where each character begins.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -14,7 +14,7 @@ inline bool is_cjk(uint32_t c) { // written without blanks between words: Han, k
     return (c >= 0x3041 && c <= 0x30FF) || (c >= 0x3400 && c <= 0x9FFF) || (c >= 0xAC00 && c <= 0xD7A3) ||
            (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x20000 && c <= 0x3FFFF) || c == 0x3005 || c == 0x3007;
 }
-// Letters and digits of all other scripts: whatever is no control, blank, punctuation or symbol block.
+// Letters and digits of all other scripts: anything but control characters, blanks, punctuation and symbol blocks.
 inline bool is_word(uint32_t c) {
     if (c < 0xC0) return is_digit(c) || is_latin(c) || c == 0xAA || c == 0xB5 || c == 0xBA;
     return c != 0xD7 && c != 0xF7 && !(c >= 0x2000 && c <= 0x2BFF) && !(c >= 0x2E00 && c <= 0x303F) &&
@@ -23,12 +23,12 @@ inline bool is_word(uint32_t c) {
            c < 0x1F000 && !is_cjk(c);
 }
 
-// Of valid UTF-8: its code points; how many they are.
+// Of valid UTF-8: its code points; their number.
 std::u32string decode(std::string_view valid);
 size_t count_characters(std::string_view valid);
 
-// Where the first character from byte `at` on begins.
+// Where the first character at or after byte `at` begins.
 size_t next_character(std::string_view s, size_t at);
 
-// A text in one line of at most `most` characters, and nothing in it that a terminal would obey.
+// A text in one line of at most `most` characters, without control characters for a terminal.
 std::string score_excerpt(std::string_view text, int most);

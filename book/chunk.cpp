@@ -26,7 +26,7 @@ int run_chunk(const Arguments& a) {
     }
     sizes.least = (size_t)((double)sizes.most * limits["chunk.least_share"]);
     Output out(a.output());
-    std::unordered_map<uint64_t, size_t> seen; // a text that a book repeats gets -2, -3 after its id
+    std::unordered_map<uint64_t, size_t> seen; // a text that occurs again in a book gets -2, -3 after its id
     size_t count = 0, long_fences = 0;
     const std::string clean = a.text("--clean", "auto");
     if (clean != "auto" && clean != "yes" && clean != "no") DIE("--clean %s: expected auto, yes or no", clean.c_str());

@@ -1,4 +1,4 @@
-// book/chunk.h: `datagen chunk`: books cut into chunks, a row each.
+// book/chunk.h: `datagen chunk`: books cut into chunks, one row each.
 #pragma once
 #include "book/arguments.h"
 

@@ -5,16 +5,16 @@
 
 namespace {
 
-// A book is cut into pieces: headings, code fences, paragraphs with the blank lines after them; a paragraph that is
-// too long into its sentences, and a sentence that is too long where it must be. Pieces follow each other without a
-// gap, and so do the chunks made of them: every character of the book is in some chunk, whatever the Markdown.
+// A book is cut into pieces: headings, code fences, paragraphs with the blank lines after them. A paragraph that is too
+// long is cut into its sentences, and a sentence that is too long anywhere. Pieces follow each other without a gap, and
+// so do the chunks made of them: every character of the book is in some chunk, whatever the Markdown.
 struct BookPiece {
     static constexpr auto TEXT = MarkdownBlock::TEXT, FENCE = MarkdownBlock::FENCE, HEADING = MarkdownBlock::HEADING;
     MarkdownBlock::Kind kind;
     size_t begin, end, size; // bytes of the book; size in characters or tokens
     int level = 0;           // of a heading
     size_t titles = 1;       // lines of its title
-    size_t skip = 0;         // bytes before it, of the book's first piece
+    size_t skip = 0;         // bytes before the book's first piece
 };
 
 } // namespace
@@ -31,7 +31,7 @@ static std::string heading_title(std::string_view piece, size_t lines, size_t lo
     }
     std::string title;
     for (char32_t c : decode(line.substr(0, line.find_last_not_of(" \t\r\n") + 1)))
-        if (longest && longest--) utf8_append(title, is_space(c) ? ' ' : c); // blanks of a kind, so that it is one line
+        if (longest && longest--) utf8_append(title, is_space(c) ? ' ' : c); // any blank becomes ' ', for one line
     return title.substr(0, title.find_last_not_of(' ') + 1);
 }
 
@@ -56,7 +56,7 @@ std::vector<size_t> sentence_ends(std::string_view text) {
 
 // ---- Pieces
 
-// A text without a place to cut it: halves, until they fit.
+// A text without a place to cut it: halved until the parts fit.
 static void add_halves(std::vector<BookPiece>& out, std::string_view book, size_t begin, size_t end,
                        const ChunkSizes& sizes) {
     const size_t size = sizes.measure(book.substr(begin, end - begin));
@@ -66,7 +66,7 @@ static void add_halves(std::vector<BookPiece>& out, std::string_view book, size_
     add_halves(out, book, middle, end, sizes);
 }
 
-// A piece; if it is too long and no fence, its sentences.
+// Adds a piece; if it is too long and no fence, its sentences.
 static void add_text(std::vector<BookPiece>& pieces, std::string_view book, BookPiece piece, const ChunkSizes& sizes) {
     const std::string_view text = book.substr(piece.begin, piece.end - piece.begin);
     piece.size = sizes.measure(text);
@@ -77,7 +77,7 @@ static void add_text(std::vector<BookPiece>& pieces, std::string_view book, Book
         add_halves(pieces, book, piece.begin + begin, piece.begin + end, sizes);
         begin = end;
     }
-    pieces[first].kind = piece.kind, pieces[first].level = piece.level; // of a heading without end, its beginning
+    pieces[first].kind = piece.kind, pieces[first].level = piece.level; // an endless heading: its beginning
     pieces[first].titles = piece.titles, pieces[first].skip = piece.skip;
 }
 
@@ -88,7 +88,7 @@ static std::vector<BookPiece> cut_pieces(std::string_view book, const ChunkSizes
     const std::vector<MarkdownBlock> blocks = markdown_blocks(lines);
     std::vector<BookPiece> pieces;
     auto place = [&](size_t block) { return (size_t)(lines[blocks[block].line].data() - book.data()); };
-    auto begin_of = [&](size_t block) { // the first piece has all before the first block, the last one all behind it
+    auto begin_of = [&](size_t block) { // the first piece includes all before the first block, the last one all behind
         return block == 0 ? 0 : block < blocks.size() ? place(block) : book.size();
     };
     if (blocks.empty() && !book.empty()) add_text(pieces, book, {BookPiece::TEXT, 0, book.size(), 0}, sizes);
@@ -102,7 +102,7 @@ static std::vector<BookPiece> cut_pieces(std::string_view book, const ChunkSizes
 
 // ---- Chunks
 
-// Where the repeated end of the text start..end begins: at the first sentence among its last characters, or, if none
+// Where the repeated end of the text start..end begins: at the first sentence among its last characters; if none
 // begins there, at the first of these characters.
 static size_t overlap_begin(std::string_view book, size_t start, size_t end, size_t characters) {
     size_t low = end;
@@ -119,7 +119,7 @@ static size_t overlap_begin(std::string_view book, size_t start, size_t end, siz
 std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& sizes) {
     const std::vector<BookPiece> pieces = cut_pieces(book, sizes);
     std::vector<Chunk> chunks;
-    std::vector<std::string> path; // titles above the place we are at, one a level
+    std::vector<std::string> path; // titles above the current place, one per level
     auto enter = [&](const BookPiece& heading) {
         path.resize((size_t)heading.level - 1);
         const size_t begin = heading.begin + heading.skip;
@@ -131,7 +131,7 @@ std::vector<Chunk> cut_chunks(std::string_view book, const ChunkSizes& sizes) {
             const BookPiece& p = pieces[last];
             if (p.kind == BookPiece::HEADING && (p.level == 1 || size >= sizes.least)) break;
             if (size + p.size > sizes.most) {
-                size_t back = last; // headings go with what they stand above
+                size_t back = last; // headings belong to the text below them
                 while (back > first && pieces[back - 1].kind == BookPiece::HEADING) back--;
                 if (back > first) last = back;
                 break;

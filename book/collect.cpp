@@ -14,7 +14,7 @@
 
 namespace book {
 
-// A member by its name, in whatever case.
+// A member by its name, case-insensitive.
 static sj::Value member(sj::Value object, std::string_view name) {
     sj::Value found;
     auto same = [](char a, char b) { return lower((uint8_t)a) == (uint8_t)b; };
@@ -41,7 +41,7 @@ ReplyItems::ReplyItems(std::string_view reply) {
     sj::parse(doc, repaired.text);
     repairs = repaired.repairs, cut = repaired.cut, json = doc.root().size() > 0;
     add_items(*this, doc.root());
-    if (cut && bad) bad--; // the item that its end was in
+    if (cut && bad) bad--; // the item that was cut off
 }
 
 namespace {
@@ -81,7 +81,7 @@ struct Collector {
         int64_t status = 0;
         response["status_code"].integer(&status);
         const std::string content = choice["message"]["content"].str();
-        const bool full = choice["finish_reason"].str() == "length"; // of its max_tokens
+        const bool full = choice["finish_reason"].str() == "length"; // the reply reached its max_tokens
         const char* ending = full ? "cut off at max_tokens: " : "";
         if (!ours || !chunks.count(chunk))
             return report.drop("custom_id", "names no chunk of these, or no difficulty", in);

@@ -1,4 +1,4 @@
-// book/collect.h: `datagen collect`: rows of questions and answers out of the replies of a model.
+// book/collect.h: `datagen collect`: makes rows of questions and answers from a model's replies.
 #pragma once
 #include "book/arguments.h"
 #include <cstddef>
@@ -9,13 +9,13 @@
 
 namespace book {
 
-// The questions and answers of a reply, wherever they stand in it, behind its thought: objects that have both, in
-// whatever list, under whatever name. Keys that were not asked for are passed over.
+// The questions and answers of a reply, anywhere behind its thought: objects that have both, in any list, under any
+// name. Unknown keys are skipped.
 struct ReplyItems {
     std::vector<std::pair<std::string, std::string>> items; // question, answer
-    std::vector<const char*> repairs; // of its JSON
-    size_t bad = 0;                   // objects that have one of the two, or not as a text
-    bool json = false, cut = false;   // does it hold a list or an object; does it end inside one
+    std::vector<const char*> repairs; // made to its JSON
+    size_t bad = 0;                   // objects with only one of the two, or with one that is no text
+    bool json = false, cut = false;   // json: it holds a list or an object; cut: it ends inside one
 
     explicit ReplyItems(std::string_view reply);
 };

@@ -40,7 +40,7 @@ bool is_wordless(const Message& m) {
     return m.tool_calls.empty() && (open == said.size() || begun);
 }
 
-// The texts of some columns that are not empty, a line each.
+// The non-empty texts of some columns, one per line.
 static std::string joined(sj::Value v, const Layout& layout, std::initializer_list<const char*> columns) {
     std::string all;
     for (const char* column : columns) {
@@ -51,7 +51,7 @@ static std::string joined(sj::Value v, const Layout& layout, std::initializer_li
     return all;
 }
 
-// Before the other messages, unless a turn said it.
+// Inserts the system prompt before the other messages, unless a turn gave one.
 static void add_system(std::vector<Message>& messages, sj::Value v, const Layout& layout) {
     if (!messages.empty() && messages[0].role == "system") {
         if (!messages[0].content.empty()) return;
@@ -83,7 +83,7 @@ static Conversation read_alpaca(sj::Value v, const Layout& layout, bool answered
     return c;
 }
 
-// A turn: OpenAI's keys and roles, ShareGPT's, or the tags of a dataset_info.json.
+// The keys of turns: OpenAI's keys and roles, ShareGPT's, or the tags of a dataset_info.json.
 struct Turns {
     const Layout& layout;
     std::string kind;
@@ -142,7 +142,7 @@ const std::map<std::string, std::string> Turns::SHOWN = {
     {"system", "system_tag"}, {"tool", "observation_tag"}, {"observation", "observation_tag"},
     {"function_call", "function_tag"}};
 
-// The messages of a row in any of the formats. Not `answered`: Alpaca's last answer is not in it.
+// The messages of a row in any of the formats. answered false: without Alpaca's last answer.
 static Conversation read_messages(sj::Value v, const Layout& layout, bool answered) {
     std::string key = layout.name.at("messages");
     if (layout.shown() && !is_absent(v["messages"])) key = "messages";
@@ -159,13 +159,13 @@ static Conversation read_messages(sj::Value v, const Layout& layout, bool answer
 static Strings read_tools(sj::Value v, const Layout& layout) {
     const sj::Value tools = layout.column(v, "tools");
     if (!tools.is(sj::String)) return tools_from_json(tools);
-    const std::string text = tools.str(); // LLaMA-Factory keeps them as JSON in a string
+    const std::string text = tools.str(); // LLaMA-Factory stores them as JSON in a string
     sj::Doc doc;
     if (!text.empty() && !sj::parse(doc, text).empty()) DIE("tools: a string that is no JSON");
     return tools_from_json(doc.root());
 }
 
-// With its answer as the last message.
+// The messages, the answer last.
 static Conversation read_answered(sj::Value v, const Layout& layout) {
     if (!v.is(sj::Object)) DIE("not an object");
     Conversation c = read_messages(v, layout, true);
@@ -239,7 +239,7 @@ Preference read_preference(sj::Value v, const Layout& layout) {
         *answer[i] = turns[i].back(), turns[i].pop_back();
         if (answer[i]->role != "assistant") DIE("%s: not the assistant's", name[i].c_str());
     }
-    if (lists && !turns[0].empty() && (text || !prompt)) { // (some repeat the question as `prompt`)
+    if (lists && !turns[0].empty() && (text || !prompt)) { // (some rows repeat the question as `prompt`)
         bool same = v[name[1]].size() == v[name[0]].size();
         for (size_t k = 0; same && k < turns[0].size(); k++)
             same = sj::dump(v[name[0]][k]) == sj::dump(v[name[1]][k]);

@@ -11,7 +11,7 @@ namespace book {
 
 namespace {
 
-// A whole file of JSON.
+// A whole JSON file.
 struct JsonFile {
     const MappedFile file;
     sj::Doc doc;
@@ -39,7 +39,7 @@ Layout read_dataset_info(const std::string& path, const std::string& name, std::
             layout.name[key] = value;
     else if (layout.formatting != "alpaca" && layout.formatting != "sharegpt")
         DIE("%s: formatting %s is not known", where.c_str(), in_quotes(layout.formatting).c_str());
-    // Optional columns have no default, and where some columns are mapped the others are not read.
+    // Optional columns have no default; if some columns are mapped, the others are not read.
     const bool mapped = entry["columns"].is(sj::Object);
     for (const char* column : {"prompt", "query", "response", "history", "system", "tools", "chosen", "rejected"}) {
         const bool needed = *column == 'p' || *column == 'q' || !strcmp(column, "response");
@@ -74,7 +74,7 @@ void write_dataset_info(const std::string& path, const std::string& file, const 
     for (auto& [column, key] : Layout().columns_of(rows.kind, rows.pairs))
         if (rows.keys.count(key)) w.field(column, key);
     w.end();
-    if (turns) { // the roles that occur, and the names that the others usually have
+    if (turns) { // the roles that occur, and the usual names of the others
         const bool openai = rows.kind == "openai";
         w.key("tags").object().field("role_tag", openai ? "role" : "from");
         w.field("content_tag", openai ? "content" : "value");

@@ -1,4 +1,4 @@
-// book/dataset_info.h: LLaMA-Factory's dataset_info.json, read and written.
+// book/dataset_info.h: reads and writes LLaMA-Factory's dataset_info.json.
 #pragma once
 #include "book/conversations.h"
 #include <map>
@@ -7,10 +7,10 @@
 
 namespace book {
 
-// An entry of LLaMA-Factory's dataset_info.json: the file it names, and how to read it.
+// An entry of LLaMA-Factory's dataset_info.json: the file it names, and how to read that.
 Layout read_dataset_info(const std::string& path, const std::string& name, std::string* file);
 
-// The rows that pack read: of which kind, with which keys and names of roles.
+// The rows that pack read: their kind, keys and names of roles.
 struct RowsRead {
     std::string kind;
     std::set<std::string> keys;
@@ -18,7 +18,7 @@ struct RowsRead {
     bool pairs = false;
 };
 
-// Enters the file there under its name, leaves the others as they are, and reads it back.
+// Enters the file under its name, keeps all other entries, and reads the result back.
 void write_dataset_info(const std::string& path, const std::string& file, const RowsRead& rows);
 
 } // namespace book

@@ -41,7 +41,7 @@ bool book::fact_stands(const std::string& answer, std::string_view fact) {
         from += one.size() + 1;
         if (one.empty()) continue;
         for (size_t at = 1; (at = answer.find(one, at)) != answer.npos && at + one.size() < answer.size(); at++) {
-            const char before = answer[at - 1], after = answer[at + one.size()]; // (brackets at the ends)
+            const char before = answer[at - 1], after = answer[at + one.size()]; // (brackets enclose it)
             const bool unit = digit(one.back()) && !digit(after) && after != '_'; // 227KB
             bool alone = !(word(one[0]) && word(before)) && (unit || !(word(one.back()) && word(after)));
             if (digit(one[0]) && (before == '^' || (before == '.' && digit(answer[at - 2])) ||
@@ -57,7 +57,7 @@ bool book::fact_stands(const std::string& answer, std::string_view fact) {
 
 char chosen_letter(std::string_view answer, size_t choices) {
     auto letter = [&](size_t at) { return at < answer.size() && (size_t)(answer[at] - 'A') < choices; };
-    auto sign_of_word = [&](size_t at) { // of a Latin word, a number, C++ or C#
+    auto sign_of_word = [&](size_t at) { // part of a Latin word, a number, C++ or C#
         return at < answer.size() && (Jieba::is_alphanumeric((uint8_t)answer[at]) || strchr("_+#", answer[at]));
     };
     auto alone = [&](size_t at) { return !(at && sign_of_word(at - 1)) && !sign_of_word(at + 1); };
@@ -67,7 +67,7 @@ char chosen_letter(std::string_view answer, size_t choices) {
         return next[0] >= 'a' && next[0] <= 'z' && next.substr(0, 3) != "is " && next.substr(0, 3) != "or " &&
                next.substr(0, 4) != "and ";
     };
-    auto begins = [&](size_t at, std::string_view word) { // ASCII: in any case
+    auto begins = [&](size_t at, std::string_view word) { // ASCII: case-insensitive
         for (size_t i = 0; i < word.size(); i++) {
             const char c = at + i < answer.size() ? answer[at + i] : '\0';
             if (word[i] != c && !(c >= 'A' && c <= 'Z' && (c | 32) == word[i])) return false;
@@ -91,7 +91,7 @@ char chosen_letter(std::string_view answer, size_t choices) {
             if (!begins(i, cue) || (i && sign_of_word(i - 1) && (uint8_t)cue[0] < 0x80)) continue;   // incorrect
             if (i >= 3 && answer.substr(i - 3, 3) == "不") continue;                                  // 不正确
             const size_t at = skip(i + cue.size(), between);
-            // "选项 A" may be any of them: an 选项 is announced by 正确 or 答案 only
+            // "选项 A" may name any of them: only 正确 or 答案 announces an 选项
             if (letter(at) && alone(at) && !article(at) && !(cue == "选" && begins(i, "选项"))) announced = answer[at];
         }
     if (announced) return announced;

@@ -26,10 +26,10 @@ namespace book {
 
 namespace {
 
-// Rules in the order in which they are asked; the first that has something against a row drops it. One pass: rows
-// that were kept are all that later ones are compared with, so a row that is dropped cannot drop another. In memory
-// are 196 bytes a row for exact (12) and near duplicates (168) and its place (16), and for the questions' ROUGE-L some
-// 11 bytes a word; texts are read again where two rows have to be compared.
+// The rules run in order; the first that rejects a row drops it. One pass: a row is compared with the rows kept so far,
+// so a dropped row cannot drop another. Memory: 196 bytes per row for exact duplicates (12), near duplicates (168) and
+// its place (16), and for the questions' ROUGE-L some 11 bytes per word; texts are read again when two rows must be
+// compared.
 struct Filter {
     struct Row {
         sj::Value value;
@@ -37,7 +37,7 @@ struct Filter {
         std::u32string question, answer;
     };
     using Place = Reader::Place;
-    using Rule = std::string (Filter::*)(Row&); // "" or what it has against the row
+    using Rule = std::string (Filter::*)(Row&); // "" or the reason to drop the row
 
     const Arguments& a;
     const Limits limits = Limits(a);
@@ -45,19 +45,19 @@ struct Filter {
     const size_t most_rows;
     const Tokenizer tokenizer = Tokenizer(a.tokenizer());
     const Patterns references = Patterns(a.data("references.txt"));
-    Patterns terms; // of the subject; without any, no row has to name one
-    std::set<std::string> skipped = {}; // rules that are turned off
+    Patterns terms; // of the subject; if empty, rows need not name one
+    std::set<std::string> skipped = {}; // disabled rules
     const std::string language = a.text("--lang");
     std::unordered_set<uint64_t> stop_words;
     std::unique_ptr<Reader> chunks;
     std::unordered_map<std::string, Place> chunk_places;
-    std::string ground_id;          // the chunk that `ground` is made of; rows of one chunk come one after another
+    std::string ground_id;          // the chunk of `ground`; rows of one chunk are adjacent
     std::unique_ptr<Ground> ground;
     HashTable exact_rows, near_rows;
     const MinHash minhash;
     RougeIndex rouge_index;
-    std::vector<Place> kept;        // rows that were kept, by number
-    std::array<uint64_t, MinHash::BANDS> bands; // of the row at work, from near() and rouge() to keep()
+    std::vector<Place> kept;        // kept rows, by number
+    std::array<uint64_t, MinHash::BANDS> bands; // of the current row, from near() and rouge() to keep()
     std::vector<uint32_t> words;
 
     explicit Filter(const Arguments& a)
@@ -66,13 +66,13 @@ struct Filter {
         if (!language.empty() && language != "zh" && language != "en")
             DIE("--lang %s: expected zh or en", language.c_str());
         std::string left = a.text("--skip");
-        while (!left.empty()) { // names with commas between them
+        while (!left.empty()) { // comma-separated names
             const std::string name = left.substr(0, left.find(','));
             left.erase(0, name.size() + 1);
             std::string names;
             bool known = false;
             for (auto& r : rules()) {
-                if (r.rule == &Filter::schema) continue; // all others need it
+                if (r.rule == &Filter::schema) continue; // all other rules need it
                 known |= name == r.name;
                 names += (names.empty() ? "" : ", ") + std::string(r.name);
             }
@@ -112,7 +112,7 @@ struct Filter {
         }
         say(format("%zu terms of the book%s%s", found.size(), some.c_str(), found.size() > 10 ? ", ..." : ""));
     }
-    // A first look at the file: how many rows there are at most, and how frequent the words of questions are.
+    // First pass over the file: an upper limit for the number of rows, and the frequencies of the questions' words.
     size_t count_rows() {
         if (!in.seekable()) DIE("%s: is read twice, so it has to be a file", in.path.c_str());
         size_t n = 0;
@@ -126,7 +126,7 @@ struct Filter {
         for (size_t n = 0; n < limits.count("filter.rouge_sample") && r.next(); n++)
             try {
                 rouge_index.learn(word_hashes(decode(read_conversation(r.row()).question)));
-            } catch (const Error&) {} // the schema rule will tell
+            } catch (const Error&) {} // reported by the schema rule
     }
 
     std::string schema(Row& row) {
@@ -147,7 +147,7 @@ struct Filter {
         const std::string fault = check("question", row.question.size());
         return fault.empty() ? check("answer", row.answer.size()) : fault;
     }
-    // JSON is valid UTF-8 or the row would have no schema; what was broken before it became JSON shows as U+FFFD.
+    // JSON is valid UTF-8, or the row would have no schema; bytes broken before it became JSON show as U+FFFD.
     std::string utf8(Row& row) {
         for (auto* text : {&row.question, &row.answer})
             for (char32_t c : *text) {
@@ -162,7 +162,7 @@ struct Filter {
             if (tokenizer.nfc(*text) != *text) return "is not in Unicode's form NFC";
         return "";
     }
-    // --lang, else what the row says, else that of its question.
+    // --lang, otherwise the row's, otherwise the language of its question.
     std::string lang(Row& row) {
         const double question = cjk_share(row.question), answer = cjk_share(row.answer);
         const double zh = limits["lang.zh"], en = limits["lang.en"];
@@ -188,7 +188,7 @@ struct Filter {
             ground_id = id;
         }
         std::u32string_view question = row.question;
-        std::unordered_set<std::string> asked; // an answer may take up what the question names
+        std::unordered_set<std::string> asked; // an answer may repeat what the question names
         for_each_fact(question, [&](const std::string& run, bool) { asked.insert(run); });
         size_t facts = 0, found = 0, words = 0, common = 0;
         std::string missing;
@@ -211,7 +211,7 @@ struct Filter {
         const bool named = !terms.find(row.question).empty() || !terms.find(row.answer).empty();
         return named || terms.empty() ? "" : "names nothing of the subject";
     }
-    static uint64_t content_hash(const Row& row) { // the table takes both ends of it
+    static uint64_t content_hash(const Row& row) { // the table uses both ends of it
         return mix(0, fnv1a(row.talk.answer, fnv1a(row.talk.question + "\n"))) * 0x9E3779B97F4A7C15;
     }
     std::string exact(Row& row) {

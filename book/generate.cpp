@@ -23,14 +23,14 @@
 namespace book {
 namespace {
 
-// One of the connections: idle, asking, or waiting before it asks again.
+// One connection: idle, in a request, or waiting to retry.
 struct Slot : Transfer {
     std::unique_ptr<Request> request; // none: idle
-    double retry_after = -1; // seconds, as the endpoint wrote them; -1: it wrote none
+    double retry_after = -1; // seconds, from the endpoint's header; -1: none given
     size_t attempts = 0;
-    double wake = 0; // when to ask; infinite while asking
-    double begun = 0; // when its request was asked first
-    bool formless = false; // its request is asked again without the form of the answer, which was refused
+    double wake = 0; // when to send; infinite during a request
+    double begun = 0; // when its request was first sent
+    bool formless = false; // retries without response_format, which was refused
 };
 
 struct Sender {
@@ -41,14 +41,14 @@ struct Sender {
     curl_slist* headers = json_headers();
     CURLM* multi = curl_multi_init();
     std::vector<std::unique_ptr<Slot>> slots;
-    std::map<std::string, std::pair<size_t, std::string>> faults; // why requests were asked again or given up: how
-                                                                  // often, and what the endpoint said at last
+    std::map<std::string, std::pair<size_t, std::string>> faults; // why requests were retried or given up: count, and
+                                                                  // the endpoint's last message
     struct Refused { Reader::Place place; size_t number; long status; std::string why; };
     std::vector<Refused> refused;
-    size_t answered = 0, failed = 0, failures_in_row = 0, cut = 0; // cut: answers that max_tokens cut off
+    size_t answered = 0, failed = 0, failures_in_row = 0, cut = 0; // cut: answers cut off by max_tokens
     bool formless = false;                // the endpoint has no response_format
     double last_answer = 0;
-    std::string fatal;                    // why it makes no sense to ask on
+    std::string fatal;                    // why sending more makes no sense
 
     Sender(const Arguments& a, Journal& journal)
         : limits(a), journal(journal), url(a.need("--url")), key(read_key(a)),
@@ -97,23 +97,23 @@ struct Sender {
         s.set(CURLOPT_PRIVATE, (void*)&s);
     }
 
-    // How a transfer ended.
+    // The result of a transfer.
     struct Outcome {
         long status = 0;
-        std::string fault;  // "": well
-        std::string said;   // the endpoint's own words
-        bool again = false; // asking again may help
-        bool empty = false; // a chat completion, and nothing in it
-        bool cut = false;   // ... that max_tokens cut off
+        std::string fault;  // "": none
+        std::string said;   // the endpoint's message
+        bool again = false; // a retry may help
+        bool empty = false; // a chat completion without content
+        bool cut = false;   // ... cut off by max_tokens
         double wait = 0;    // ... after so many seconds
     };
     Outcome look_at(Slot& s, CURLcode code) const {
         Outcome o;
-        curl_off_t date = 0; // Retry-After as a date; curl knows no fractions
+        curl_off_t date = 0; // Retry-After as a date; curl has no fractions
         curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
         curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &date);
         const double retry_after = s.retry_after < 0 ? (double)date : s.retry_after;
-        if (!key.empty()) s.reply = without_key(s.reply, key); // an endpoint may echo it
+        if (!key.empty()) s.reply = without_key(s.reply, key); // an endpoint may echo the key
         sj::Doc doc;
         const bool json = sj::parse(doc, s.reply).empty(), well = o.status / 100 == 2, chat = (bool)s.request;
         const sj::Value list = doc.root()[chat ? "choices" : "data"];
@@ -137,7 +137,7 @@ struct Sender {
         return o;
     }
 
-    // Does a choice say nothing, and would it say more another time? (Not if max_tokens or a filter ended it.)
+    // Whether a choice is empty, and a retry may help. (Not if max_tokens or a filter ended it.)
     static bool is_empty(sj::Value choice) {
         const sj::Value message = choice["message"], content = message["content"];
         const std::string finish = choice["finish_reason"].str();
@@ -147,7 +147,7 @@ struct Sender {
 
     static std::string sentence(const Outcome& o) { return o.fault + (o.said.empty() ? "" : ": " + o.said); }
 
-    // A transfer ended: the answer goes into the journal, or the slot waits and asks again, or gives up.
+    // Ends a transfer: the answer goes into the journal, or the slot waits and retries, or gives up.
     void finish(Slot& s, CURLcode code) {
         const Outcome o = look_at(s, code);
         curl_multi_remove_handle(multi, s.easy);
@@ -159,9 +159,9 @@ struct Sender {
             answered++, failures_in_row = 0, cut += o.cut, last_answer = seconds();
             return;
         }
-        const bool locked = o.status == 401 || o.status == 403 || o.status == 404; // for every request
+        const bool locked = o.status == 401 || o.status == 403 || o.status == 404; // the same for every request
         if (o.status / 100 > 2 && !o.again && !locked && !s.formless && s.request->has_form()) {
-            s.formless = true, s.attempts = 0; // perhaps it is that
+            s.formless = true, s.attempts = 0; // the form may be the cause
             s.wake = seconds();
             return;
         }
@@ -171,7 +171,7 @@ struct Sender {
             refused.push_back({s.request->place, s.request->number, o.status, sentence(o)});
             s.request.reset();
             failed++;
-            const bool its_own = !o.again && answered; // the endpoint refuses this request, and not others
+            const bool its_own = !o.again && answered; // the endpoint refuses only this request
             if (!its_own && ++failures_in_row >= give_up && fatal.empty())
                 fatal = format("%zu requests in a row failed, the last with: %s", failures_in_row, sentence(o).c_str());
             return;
@@ -179,7 +179,7 @@ struct Sender {
         s.wake = seconds() + o.wait;
     }
 
-    // The only model that the endpoint has, where nobody named one.
+    // The endpoint's only model, if none was named.
     std::string find_model() {
         const std::string where = address(url, "/v1/models");
         Slot s;
@@ -204,7 +204,7 @@ struct Sender {
         DIE("--model NAME is needed: the endpoint has %s", all.empty() ? "no model" : all.c_str());
     }
 
-    // How long it will take, where answers come; how long it has waited, where none does.
+    // The time left, if answers come; the time waited, if none does.
     std::string outlook(double now, double start, size_t total) const {
         const double rate = (double)answered / (now - start), left = (double)(total - answered - failed);
         double longest = 0;
@@ -216,7 +216,7 @@ struct Sender {
         return format("%zu on their way, the longest for %.0f s", waiting, longest);
     }
 
-    // Asks what `next` gives until it gives nothing more. After Ctrl-C answers on their way are still taken.
+    // Sends the requests of `next` until it has no more. After Ctrl-C, answers in flight are still taken.
     template <class F> void run(F next, size_t total) {
         const double start = seconds();
         const bool terminal = isatty(2);
@@ -247,7 +247,7 @@ struct Sender {
             curl_multi_perform(multi, &running);
             for (int left; CURLMsg* m = curl_multi_info_read(multi, &left);) {
                 Slot* s;
-                const CURLcode code = m->data.result; // finish() ends the message's life
+                const CURLcode code = m->data.result; // finish() frees the message
                 curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &s);
                 finish(*s, code);
                 wake = now;
@@ -265,7 +265,7 @@ struct Sender {
 
 } // namespace
 
-// What was refused or failed for good, as other steps keep what they drop.
+// Writes the requests that were refused or failed for good, as other steps write dropped rows.
 static void write_refused(const Arguments& a, const Reader& in, const std::vector<Sender::Refused>& refused) {
     Output out(a.dropped());
     for (auto& r : refused) {
@@ -279,8 +279,8 @@ static void write_refused(const Arguments& a, const Reader& in, const std::vecto
                    a.dropped().c_str()));
 }
 
-// Replies that `collect` could not use and dropped into a file: why, by custom_id, with the reply's row. Those that
-// were answered anew meanwhile are asked no more: the journal holds another reply.
+// Replies that `collect` could not use: the reason by custom_id, with the reply's row. A reply that was replaced since
+// then is not requested again: the journal holds the new one.
 struct Unusable {
     struct Reply { std::string why, row; };
     std::unordered_map<std::string, Reply> replies;
@@ -294,7 +294,7 @@ struct Unusable {
                 replies[row["custom_id"].str()] = {v["why"].str(), sj::dump(row)};
         }
     }
-    // "": the journal's reply was not dropped.
+    // "": the journal's reply was not dropped
     std::string why(const Journal& journal, const Request& r) const {
         const auto found = replies.find(r.custom_id);
         if (found == replies.end() || !journal.has(r)) return "";
@@ -305,7 +305,7 @@ struct Unusable {
     }
 };
 
-// The requests of a file: how many there are, and how many are answered.
+// The number of requests in a file, and of those answered.
 static std::pair<size_t, size_t> count_requests(const Arguments& a, const Journal& journal, const Unusable& unusable) {
     size_t total = 0, there = 0;
     std::unordered_set<std::string> ids;

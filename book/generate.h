@@ -1,4 +1,4 @@
-// book/generate.h: `datagen generate`: asks an OpenAI-compatible endpoint, several requests at once. By libcurl.
+// book/generate.h: `datagen generate`: sends requests to an OpenAI-compatible endpoint, several at once. By libcurl.
 #pragma once
 #include "book/arguments.h"
 

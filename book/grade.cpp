@@ -22,13 +22,13 @@ struct Judge {
     curl_slist* headers = json_headers();
     Transfer transfer;
     sj::Doc reply;
-    // The stage that runs.
+    // Of the current stage.
     std::unique_ptr<Progress> progress;
     const char* stage = "";
-    double begun = 0, end = 0; // its limit
+    double begun = 0, end = 0; // its time limit
     size_t answered = 0;
     bool one_by_one = false;
-    std::string last; // reply that said it is not ready
+    std::string last; // the last reply of a server that was not ready
 
     Judge(const std::string& endpoint, const std::vector<GradeQuestion>& questions, Grade& grade)
         : questions(questions), grade(grade), url(endpoint) {
@@ -58,11 +58,11 @@ struct Judge {
         return interrupted;
     }
 
-    // An exchange within the stage's limit: `reply`; or why there is none.
+    // One exchange within the stage's limit: sets `reply`. Returns the fault, or "".
     std::string ask(const char* path, const std::string* body) {
         stop_if_interrupted();
         transfer.prepare(url + path, headers, body, std::max(1L, (long)std::ceil(1000 * (end - seconds()))));
-        transfer.set(CURLOPT_FORBID_REUSE, 1L); // as Python's requests.post: each has a connection of its own
+        transfer.set(CURLOPT_FORBID_REUSE, 1L); // as Python's requests.post: one connection per request
         transfer.set(CURLOPT_NOPROGRESS, 0L);
         transfer.set(CURLOPT_XFERINFOFUNCTION, tick);
         transfer.set(CURLOPT_XFERINFODATA, (void*)this);
@@ -80,7 +80,7 @@ struct Judge {
         return fault.empty() ? "" : "a reply that is no JSON: " + fault;
     }
 
-    // Is it ready within the limit? And in which mode.
+    // Whether it is ready within the limit. Sets the mode.
     bool wait_until_ready() {
         begin("waiting until it is ready", grade.health_limit);
         say(format("GET %s/, for %zu s at most", url.c_str(), grade.health_limit));
@@ -102,7 +102,7 @@ struct Judge {
         }
     }
 
-    // A text of a reply; or the fault.
+    // Takes a text of a reply; or returns the fault.
     static std::string take(sj::Value text, const std::string& where, Strings& answers) {
         if (!text.is(sj::String)) return where + (text ? ": not a string" : ": missing");
         answers.push_back(text.str());
@@ -170,7 +170,7 @@ int run_grade(const Arguments& a) {
     const Jieba jieba(a.has("--data") ? a.data("jieba.bin") : find_jieba(" (--data DIR names the folder)"));
     const Tokenizer tokenizer(a.tokenizer());
     const std::vector<GradeQuestion> questions = read_questions(a);
-    Output table(a.output()), json(a.has("--json") ? a.text("--json") : "-"); // a bad name shows at once
+    Output table(a.output()), json(a.has("--json") ? a.text("--json") : "-"); // a bad name fails at once
     curl_global_init(CURL_GLOBAL_DEFAULT);
     {
         Judge judge(url, questions, grade);

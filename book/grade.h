@@ -1,7 +1,7 @@
-// book/grade.h: `datagen grade`: asks a server as a course's judge does, and grades the answers. By libcurl.
+// book/grade.h: `datagen grade`: tests a server as a course's judge does, and grades the answers. By libcurl.
 //
-//   GET URL/                          {"status": "ok"}: a question a request; {"status": "batch"}: all in one request;
-//                                     {"status": "initializing"}, 503 and all else: not ready yet
+//   GET URL/                          {"status": "ok"}: one question per request; {"status": "batch"}: all in one;
+//                                     {"status": "initializing"}, 503 and anything else: not ready yet
 //   POST URL/predict {"prompt": ...}  {"response": ...}: a text, or in batch mode lists of the same length and order
 #pragma once
 #include "book/arguments.h"

@@ -8,7 +8,7 @@
 
 namespace book {
 
-// Does a file hold JSON? Standard input does.
+// Whether a file holds JSON; standard input does.
 static bool is_json(const std::string& path) {
     if (path == "-") return true;
     const MappedFile file(path);
@@ -40,7 +40,7 @@ static std::vector<GradeQuestion> read_json(const std::string& path) {
     return all;
 }
 
-// Whether a line begins with a mark and either colon, blanks aside; `rest`: the text behind them.
+// Whether a line begins, after blanks, with a mark and either colon; `rest`: the text behind them.
 static bool begins_with(std::string_view line, const std::string& mark, std::string_view& rest) {
     line = trimmed(line);
     for (const char* colon : {"：", ":"}) {
@@ -54,7 +54,7 @@ static bool begins_with(std::string_view line, const std::string& mark, std::str
 
 std::vector<GradeQuestion> questions_of(const std::string& text, const std::string& path) {
     std::vector<GradeQuestion> all;
-    std::string* part = nullptr; // to which lines belong
+    std::string* part = nullptr; // the part that further lines belong to
     bool answered = true;
     size_t number = 0, before = 0;
     for (std::string_view line : lines_of(text)) {

@@ -10,9 +10,9 @@ namespace {
 
 const char* asked_how(const GradeRound& round) { return round.list ? "in one list" : "one at a time"; }
 
-// The figures of a round.
+// The figures of one round.
 struct Counted {
-    size_t answers = 0, all = 0;         // tokens: of the answers, and with those of their questions
+    size_t answers = 0, all = 0;         // tokens: of the answers, and of answers with questions
     double rouge_l = 0, rouge_score = 0; // means over the questions
     std::vector<double> row_l, row_score;
 };

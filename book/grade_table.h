@@ -1,4 +1,4 @@
-// book/grade_table.h: the grade of a hand-in: seconds, tokens a second, ROUGE-L of the answers, and whether it passes.
+// book/grade_table.h: the grade of a hand-in: seconds, tokens per second, ROUGE-L of the answers, passed or failed.
 #pragma once
 #include "book/grade_rows.h"
 #include "book/jieba.h"
@@ -10,7 +10,7 @@
 
 namespace book {
 
-// The questions, asked once: one at a time, or all in one list.
+// One round of the questions: one at a time, or all in one list.
 struct GradeRound {
     bool list = false;
     double seconds = 0;
@@ -18,22 +18,22 @@ struct GradeRound {
     std::string fault; // "": none
 };
 
-// A graded server: its limits, its health, its rounds.
+// A graded server: its limits, health and rounds.
 struct Grade {
     size_t health_limit = 0, predict_limit = 0; // seconds
-    double least = 0;                           // ROUGE-L
+    double least = 0;                           // required ROUGE-L
     double health_seconds = 0;
     std::string status, fault; // of its health
     std::vector<GradeRound> rounds;
 };
 
 struct GradeReport {
-    std::string text, json; // the table, and all of it as one JSON object; without the last newline
+    std::string text, json; // the table, and the same as one JSON object; without the last newline
     bool passed;
 };
 
-// ROUGE-L is the mean over all questions; one without an answer has 0. A blank line is a word where it is one to
-// rouge_chinese, and a thought is a part of the answer: a judge takes neither away.
+// ROUGE-L is the mean over all questions; one without an answer counts 0. Blank lines count as words where
+// rouge_chinese counts them, and a thought is part of the answer: a judge removes neither.
 GradeReport grade_report(const Jieba& jieba, const Tokenizer& tokenizer, const std::vector<GradeQuestion>& questions,
                          const Grade& grade);
 

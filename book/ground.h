@@ -1,4 +1,4 @@
-// book/ground.h: the facts and content words of a chunk, on which an answer may build.
+// book/ground.h: the facts and content words of a chunk, which support an answer.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -8,11 +8,11 @@
 
 namespace book {
 
-// Numbers and identifiers of a text: runs of letters, digits, '_' and '.' that hold a digit, a '_' or a capital
+// Numbers and identifiers of a text: runs of letters, digits, '_' and '.' that contain a digit, a '_' or a capital
 // after a small letter. "1,024" is 1024; threadIdx.x is also threadIdx and x.
 void for_each_fact(std::u32string_view s, const std::function<void(const std::string& run, bool is_fact)>& f);
 
-// What an answer may build on: the facts and content words of its chunk. A content word is a pair of neighbouring
+// The support for an answer: the facts and content words of its chunk. A content word is a pair of adjacent
 // CJK characters, or a word of three letters and more that is no stop word.
 struct Ground {
     std::unordered_set<uint64_t> words;

@@ -37,7 +37,7 @@ Jieba::Jieba(const std::string& path) : file(path), first(), root(LABELS) {
                           4 * ((uint64_t)h.frequencies + h.nodes) + 10 * (uint64_t)h.emissions;
     need(file.size == size, "its size is not what its header says");
     need(h.nodes < 1u << 31 && h.frequencies <= 1 << 15, "it has more nodes or frequencies than can be numbered");
-    const double* reals = (const double*)(file.data + sizeof h); // the header is 40 bytes: all is aligned
+    const double* reals = (const double*)(file.data + sizeof h); // the header has 40 bytes: everything is aligned
     const double* probability = reals + 20;
     const uint32_t* frequencies = (const uint32_t*)(probability + h.probabilities);
     nodes = frequencies + h.frequencies;
@@ -50,9 +50,9 @@ Jieba::Jieba(const std::string& path) : file(path), first(), root(LABELS) {
         log_frequency.push_back(std::log((double)frequencies[i]) - std::log((double)h.total));
     }
 
-    // Every node must be the child of one node before it: so the trie is one, and its depth is what it says.
+    // Every node must be the child of one earlier node: so it is one trie, whose depth is the stored one.
     first.reserve((size_t)h.nodes + 2);
-    uint32_t next = 1, level_end = 1, depth = 0; // the next node that has no parent yet; where n's level ends
+    uint32_t next = 1, level_end = 1, depth = 0; // the next node without a parent; where n's level ends
     for (uint32_t n = 0; n <= h.nodes; n++) {
         need(n == 0 || n < next, "a node of its trie has no parent");
         if (n == level_end) level_end = next, depth++;
@@ -86,15 +86,15 @@ Jieba::Jieba(const std::string& path) : file(path), first(), root(LABELS) {
     }
 }
 
-// Cuts one block, a run of characters that have labels, and keeps its memory for the next.
+// Cuts one block, a run of characters that have labels, and keeps its memory for the next one.
 struct Jieba::Cutter {
     const Jieba& jieba;
     std::vector<std::string_view>& out;
-    const char* at = nullptr;       // the text that is not cut yet
+    const char* at = nullptr;       // the text not cut yet
     std::vector<uint16_t> block;    // labels
-    size_t done = 0;                // ... that are cut
-    std::vector<double> best;       // log probability of the likeliest way from here to the end
-    std::vector<uint8_t> length;    // characters of the first word on that way
+    size_t done = 0;                // ... those already cut
+    std::vector<double> best;       // log probability of the likeliest path from here to the end
+    std::vector<uint8_t> length;    // characters of the first word on that path
     std::vector<uint8_t> states;
 
     // Appends the next n characters as a word.
@@ -105,9 +105,9 @@ struct Jieba::Cutter {
         at += bytes;
     }
 
-    // The likeliest sequence of words, found from the end: a word's probability is its share of all text,
-    // that of a character where no word begins 1 / total. Of equal ones the longer first word is taken.
-    // Neighbouring words of one character may be a word that the dictionary lacks: the HMM decides.
+    // The likeliest sequence of words, computed from the end: a word's probability is its share of all text; a
+    // character where no word begins has 1 / total. On ties the longer first word is taken. Adjacent words of one
+    // character may form a word that the dictionary lacks: the HMM decides.
     void cut() {
         const size_t n = block.size();
         best.assign(n + 1, 0);
@@ -136,7 +136,7 @@ struct Jieba::Cutter {
         const size_t end = done + n;
         uint32_t node = 0;
         for (size_t i = done; i < end && (i == done || node); i++) node = jieba.child(node, block[i]);
-        if (n == 1 || (node && jieba.frequency(node))) { // a word that the way above did not take
+        if (n == 1 || (node && jieba.frequency(node))) { // a word that the likeliest path did not take
             while (done < end) word(1);
             return;
         }
@@ -159,8 +159,8 @@ struct Jieba::Cutter {
         }
     }
 
-    // Viterbi: the likeliest states of n Chinese characters. Only two states can come before each; of equally
-    // likely ones the later letter is taken, as everywhere. (That matters: NEVER plus anything is NEVER.)
+    // Viterbi: the likeliest states of n Chinese characters. Each state has only two predecessors. On ties the later
+    // letter is taken, as everywhere. (That matters: NEVER plus anything is NEVER.)
     void cut_han(size_t n) {
         static constexpr State before[4][2] = {{E, S}, {B, M}, {B, M}, {E, S}};
         auto emit = [&](size_t t) { return jieba.emit[block[done + t] - HAN]; };
@@ -178,7 +178,7 @@ struct Jieba::Cutter {
             }
         }
         State state = v[S] >= v[E] ? S : E;
-        for (size_t t = n; t-- > 0;) { // then: the state
+        for (size_t t = n; t-- > 0;) { // now backwards: the state
             const State previous = before[state][states[t] >> state & 1];
             states[t] = state;
             state = previous;
@@ -199,7 +199,7 @@ void Jieba::cut(std::vector<std::string_view>& out, std::string_view text) const
         }
         if (!cutter.block.empty()) {
             cutter.cut();
-        } else { // what can be in no word stands alone, but for \r\n
+        } else { // characters that no word can contain are separate words, except \r\n
             const int length = utf8_length(text.data(), text.size());
             const size_t n = text.substr(0, 2) == "\r\n" ? 2 : length > 0 ? (size_t)length : 1;
             out.push_back(text.substr(0, n));

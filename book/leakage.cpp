@@ -58,7 +58,7 @@ std::vector<size_t> Leakage::report() const {
 std::set<size_t> leaking_rows(Leakage& leakage, const std::function<void(const TrainRow& f)>& for_each_train) {
     std::set<size_t> gone;
     std::vector<size_t> overlapping;
-    std::unordered_map<uint64_t, std::vector<size_t>> holders; // rows of train, by n-gram of these
+    std::unordered_map<uint64_t, std::vector<size_t>> holders; // rows of train, by n-grams of the test row's
     for (size_t i = 0; i < leakage.tests.size(); i++)
         if (leakage.share(i) > leakage.limit) {
             overlapping.push_back(i);
@@ -74,7 +74,7 @@ std::set<size_t> leaking_rows(Leakage& leakage, const std::function<void(const T
         const std::vector<uint64_t> all = leakage.grams(leakage.tests[i]);
         for (;;) {
             size_t common = 0;
-            std::map<size_t, size_t> shared; // n-grams by row of train
+            std::map<size_t, size_t> shared; // number of shared n-grams, by row of train
             for (uint64_t gram : all) {
                 bool here = false;
                 for (size_t row : holders.at(gram))

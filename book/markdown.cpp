@@ -26,7 +26,7 @@ int heading_level(std::string_view line) {
     return heading ? (int)(n - first) : 0;
 }
 
-// A line of = or - under a title: 1 or 2, else 0.
+// The level (1 or 2) of a line of = or - under a title; otherwise 0.
 static int underline_level(std::string_view line, size_t least) {
     const size_t first = std::min(line.find_first_not_of(" \t"), line.size());
     line = line.substr(first, line.find_last_not_of(" \t\r\n") + 1 - first);
@@ -34,7 +34,7 @@ static int underline_level(std::string_view line, size_t least) {
     return line.find_first_not_of(line[0]) != line.npos ? 0 : line[0] == '=' ? 1 : 2;
 }
 
-// Which lines could open a fence that another one closes.
+// The lines that could open a fence that a later line closes.
 static std::vector<bool> fence_openers(const std::vector<std::string_view>& lines) {
     // closer[i]: the longest runs of ` and of ~ that could close a fence from line i on.
     const size_t n = lines.size();
@@ -53,10 +53,10 @@ static std::vector<bool> fence_openers(const std::vector<std::string_view>& line
 
 bool markdown_is_commonmark() { return true; }
 
-// The text as cmark gets it: lines end where ours do, and a mark that opens no fence is none. As long as the original.
+// The text as passed to cmark: our line ends, and no mark that opens no fence. Same length as the original.
 static std::string prepared(const std::vector<std::string_view>& lines, const std::vector<bool>& opens) {
     std::string all;
-    size_t close = 0; // of the fence that a line is in: its mark's length; 0: in none
+    size_t close = 0; // in a fence: the length of its mark; 0: not in a fence
     char mark = 0;
     for (size_t i = 0; i < lines.size(); i++) {
         const FenceMark f(lines[i]);
@@ -81,7 +81,7 @@ std::vector<MarkdownBlock> markdown_blocks(const std::vector<std::string_view>& 
         cmark_parse_document(text.data(), text.size(), CMARK_OPT_DEFAULT), cmark_node_free);
     const std::unique_ptr<cmark_iter, void (*)(cmark_iter*)> walk(cmark_iter_new(document.get()), cmark_iter_free);
     std::vector<MarkdownBlock> blocks;
-    size_t inside = 0; // lists and quotes
+    size_t inside = 0; // depth of lists and quotes
     for (cmark_event_type event; (event = cmark_iter_next(walk.get())) != CMARK_EVENT_DONE;) {
         cmark_node* node = cmark_iter_get_node(walk.get());
         const cmark_node_type type = cmark_node_get_type(node);
@@ -98,7 +98,7 @@ std::vector<MarkdownBlock> markdown_blocks(const std::vector<std::string_view>& 
             if (FenceMark(lines[line].substr(std::min(column, lines[line].size()))).mark) b.kind = MarkdownBlock::FENCE;
         } else if (type == CMARK_NODE_HEADING && !inside) {
             b.kind = MarkdownBlock::HEADING, b.level = cmark_node_get_heading_level(node);
-            const bool setext = !heading_level(lines[line]); // (its end in cmark may be the blank line after it)
+            const bool setext = !heading_level(lines[line]); // (cmark may report its end at the blank line after it)
             while (setext && line + b.titles < lines.size() && !underline_level(lines[line + b.titles], 1)) b.titles++;
         }
         blocks.push_back(b);

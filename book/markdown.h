@@ -1,12 +1,12 @@
-// book/markdown.h: where the blocks of a Markdown text begin, as CommonMark has it: by cmark where the build has it
-// (libcmark-dev), else by rules for the lines that occur in most books.
+// book/markdown.h: where the blocks of a Markdown text begin, by CommonMark: through cmark if the build has it
+// (libcmark-dev), otherwise by rules for the lines that occur in most books.
 #pragma once
 #include <cstddef>
 #include <string_view>
 #include <vector>
 
 // A heading, a fence or another block; it ends where the next one begins. Headings in lists, quotes and HTML are text.
-// A fence that nothing closes is none: one stray mark must not turn the rest of a book into code.
+// An unclosed fence is no fence: one stray mark must not turn the rest of a book into code.
 struct MarkdownBlock {
     enum Kind { TEXT, FENCE, HEADING } kind;
     size_t line;       // the first is 0
@@ -14,10 +14,10 @@ struct MarkdownBlock {
     size_t titles = 1; // lines of its title
 };
 
-// Does this build have cmark?
+// Whether this build has cmark.
 bool markdown_is_commonmark();
 
-// lines: of the text, with their ends.
+// lines: the text's lines, with their ends.
 std::vector<MarkdownBlock> markdown_blocks(const std::vector<std::string_view>& lines);
 
 // ---- Lines
@@ -32,5 +32,5 @@ struct FenceMark {
 
 inline bool is_blank_line(std::string_view line) { return line.find_first_not_of(" \t\r\n") == line.npos; }
 
-// 1..6 for "# Title" and so on, else 0.
+// 1..6 for "# Title" and so on, otherwise 0.
 int heading_level(std::string_view line);

@@ -49,7 +49,7 @@ std::array<uint64_t, MinHash::BANDS> MinHash::bands(const std::vector<uint64_t>&
     for (size_t b = 0; b < BANDS; b++) {
         out[b] = b;
         for (size_t r = 0; r < ROWS; r++) out[b] = mix(out[b], least[b * ROWS + r]);
-        out[b] *= 0x9E3779B97F4A7C15; // the table takes both its ends
+        out[b] *= 0x9E3779B97F4A7C15; // the table uses both ends of it
     }
     return out;
 }

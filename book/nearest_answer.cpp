@@ -45,7 +45,7 @@ std::pair<size_t, double> NearestAnswer::find(const Jieba& jieba, std::string_vi
         squares += weight * weight;
         for (const Posting& p : found->second) cosine[p.row] += weight * p.weight;
     }
-    size_t best = 0; // sums of equal terms differ in their last bits with the order of the words
+    size_t best = 0; // sums of equal terms differ in their last bits, depending on the order of the words
     for (size_t i = 1; i < cosine.size(); i++)
         if (cosine[i] > cosine[best] + 1e-9 * cosine[best]) best = i;
     return {best, squares > 0 ? cosine[best] / std::sqrt(squares) : 0};

@@ -1,4 +1,4 @@
-// book/nearest_answer.h: the training row whose question is nearest to another, a baseline of `datagen score`.
+// book/nearest_answer.h: the training row with the nearest question, a baseline of `datagen score`.
 #pragma once
 #include "book/jieba.h"
 #include "book/score_rows.h"
@@ -12,8 +12,8 @@
 
 namespace book {
 
-// The answer of the training row whose question is nearest by TF-IDF: scikit-learn's TfidfVectorizer over the words of
-// jieba in lower case (smoothed idf, cosine); of equally near ones the first. It is what a search would answer.
+// The answer of the training row whose question is nearest by TF-IDF: scikit-learn's TfidfVectorizer over jieba's words
+// in lower case (smoothed idf, cosine); on ties the first row. A plain search would return it.
 class NearestAnswer {
     struct Posting {
         uint32_t row;
@@ -27,7 +27,7 @@ class NearestAnswer {
 
   public:
     NearestAnswer(const Jieba& jieba, const ScoreFile& train);
-    // Its number and the cosine; 0 where no word is common.
+    // Its number and the cosine; 0 if no word is shared.
     std::pair<size_t, double> find(const Jieba& jieba, std::string_view question) const;
     std::string answer(const Jieba& jieba, std::string_view question) const;
 };

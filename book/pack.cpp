@@ -21,13 +21,13 @@ namespace book {
 
 namespace {
 
-// What a line of rows becomes.
+// The packed form of one line.
 struct Packed {
     std::string kind;
     std::map<std::string, std::set<std::string>> tags;
-    std::vector<Words> rows;       // of a preference the chosen and the rejected
-    size_t wordless = 0;           // answers that are left out, since they say nothing
-    bool pair = false, mark = false; // mark: a message holds a special token's name, as text
+    std::vector<Words> rows;       // of a preference: the chosen, the rejected
+    size_t wordless = 0;           // answers left out because they are empty
+    bool pair = false, mark = false; // mark: a message contains a special token's name as text
 
     Packed(const Tokenizer& tokenizer, sj::Value v, const Layout& layout) {
         auto look = [&](const Message& m) { mark |= has_mark(tokenizer, m.content); };
@@ -52,12 +52,12 @@ struct Packed {
     }
 };
 
-// The rows of a file, as they are packed.
+// Packs the rows of a file.
 struct Packer {
     const Layout layout;
     const Tokenizer tokenizer;
     const size_t longest;
-    const bool refuse; // rows that are longer
+    const bool refuse; // fail on longer rows
     Reader in;
     Report report;
     DatasetWriter out;
@@ -86,7 +86,7 @@ struct Packer {
         for (size_t i = 0; i < packed.rows.size(); i += together)
             add_row(packed.rows[i], packed.rows[i + together - 1]);
     }
-    void add_row(const Words& row, const Words& last) { // not of a pair: the same twice
+    void add_row(const Words& row, const Words& last) { // not a pair: the same row twice
         if (const size_t size = std::max(row.size(), last.size()); size > longest) {
             const std::string fault = format("%zu tokens, more than %zu", size, longest);
             if (refuse) DIE("%s (--over drop leaves such rows out)", fault.c_str());
@@ -134,7 +134,7 @@ struct Packer {
             say(format("%zu %s names of special tokens, as <|im_end|>, in messages: there they are text", marked,
                        marked == 1 ? "row has" : "rows have"));
     }
-    // Why the rows have no entry in a dataset_info.json; "": they may have one.
+    // Why the rows get no entry in a dataset_info.json; "": they get one.
     std::string no_entry() const {
         for (auto& [tag, names] : read.tags)
             if (names.size() > 1) return "roles with more than one name";

@@ -1,4 +1,4 @@
-// book/pack.h: `datagen pack`: rows of a dataset as a file of tokens for the trainer.
+// book/pack.h: `datagen pack`: packs the rows of a dataset into a file of tokens for the trainer.
 #pragma once
 #include "book/arguments.h"
 

@@ -17,7 +17,7 @@ long page_number(std::string_view line) {
     if (line.size() > 80) return -1;
     std::string s(line);
     static const Strings frame = {" ", "\t", "-", "–", "—", "|", "*", "_", "[", "]", "(", ")", "<", ">", "!", "#"};
-    for (bool more = true; more;) { // what stands around it
+    for (bool more = true; more;) { // strips the signs around it
         more = false;
         for (auto& f : frame) {
             if (s.compare(0, f.size(), f) == 0) s.erase(0, f.size()), more = true;
@@ -51,7 +51,7 @@ static bool ends_sentence(std::string_view text) {
     return all.empty() || std::u32string_view(U".!?:;。！？：；…”」』）)\"").find(all.back()) != std::u32string_view::npos;
 }
 
-// "第三章", and the like in Chinese; "Chapter 3".
+// "第三章" and similar in Chinese; "Chapter 3".
 static bool begins_chapter(std::string_view line) {
     std::u32string s = decode(trimmed(line).substr(0, 60));
     if (s.compare(0, 8, U"Chapter ") == 0 || s.compare(0, 8, U"CHAPTER ") == 0) return true;
@@ -60,7 +60,7 @@ static bool begins_chapter(std::string_view line) {
     return end != s.npos && end > 1 && std::u32string_view(U"章节節回卷部篇").find(s[end]) != std::u32string_view::npos;
 }
 
-// Numbers on lines by themselves that begin with 1 and never stand within a sentence number chapters, not pages.
+// Numbers on lines of their own that start at 1 and never interrupt a sentence number chapters, not pages.
 static bool are_chapters(const Lines& lines, const std::vector<size_t>& marks) {
     if (page_number(lines[marks[0]]) != 1) return false;
     return std::all_of(marks.begin(), marks.end(), [&](size_t mark) {
@@ -72,7 +72,7 @@ static bool are_chapters(const Lines& lines, const std::vector<size_t>& marks) {
     });
 }
 
-// A line of a column of text: some words, and no gap as between a table's cells.
+// A line of a text column: some words, and no gap as between table cells.
 static bool is_prose(std::u32string_view part) {
     while (!part.empty() && part.front() == ' ') part.remove_prefix(1);
     while (!part.empty() && part.back() == ' ') part.remove_suffix(1);
@@ -100,11 +100,11 @@ bool in_columns(std::string_view page) {
     return best >= 8 && best * 2 >= lines.size();
 }
 
-// Where a text without form feeds shows that it had pages (as Markdown of a PDF does): numbers on lines by themselves
-// that count on, five and more, a page's length from each other. The lines of the longest such count.
+// Signs of pages in a text without form feeds (Markdown made of a PDF): numbers on lines of their own that count up, at
+// least five, a page's length apart. Returns the lines of the longest such series.
 static std::vector<size_t> page_marks(const Lines& lines) {
     std::vector<size_t> marks;
-    size_t run = 0, best = 0, most = 0; // where the count at hand begins in marks, where the longest, and its length
+    size_t run = 0, best = 0, most = 0; // begin in marks of the current series, of the longest; its length
     bool fence = false;
     long last = 0;
     for (size_t i = 0; i < lines.size(); i++) {
@@ -113,7 +113,7 @@ static std::vector<size_t> page_marks(const Lines& lines) {
         if (fence || blank(i) || !blank(i - 1) || !blank(i + 1)) continue;
         const long number = page_number(lines[i]);
         if (number < 0) continue;
-        if (number <= last || number > last + 2) run = marks.size(); // (a page without number is passed over)
+        if (number <= last || number > last + 2) run = marks.size(); // one page may lack its number
         marks.push_back(i), last = number;
         if (marks.size() - run > most) best = run, most = marks.size() - run;
     }
@@ -124,7 +124,7 @@ static std::vector<size_t> page_marks(const Lines& lines) {
     return between >= 200 && between <= 10000 ? marks : std::vector<size_t>();
 }
 
-// Every page's lines. Form feeds part them; where there is none, numbers do.
+// The lines of every page. Form feeds separate pages; without any, page numbers do.
 static std::vector<Lines> pages_of(std::string_view book) {
     std::vector<Lines> pages;
     if (book.find('\f') != book.npos) {
@@ -144,13 +144,13 @@ static std::vector<Lines> pages_of(std::string_view book) {
     return pages;
 }
 
-// Empties the lines that only say where we are: among the first and last three of a page, numbers that go with the
-// pages (on two near each other), alone or with the same text beside them, and text that stands there on three pages
-// near each other. (A heading "Chapter 3" is neither: its number does not go with the pages.)
+// Clears page headers and footers. Among the first and last three lines of a page these are numbers that count with the
+// pages (on two nearby pages), alone or beside a repeated text, and text repeated on three nearby pages. (A
+// heading "Chapter 3" is neither: its number does not count with the pages.)
 static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
-    constexpr size_t LONGEST = 90; // bytes: what is longer is a paragraph
+    constexpr size_t LONGEST = 90; // bytes; a longer line is a paragraph
     struct Place { size_t page, line; };
-    std::map<std::string, std::vector<Place>> places; // by what such lines have in common
+    std::map<std::string, std::vector<Place>> places; // by the common part of such lines
     auto note = [&](char edge, std::string_view text, long number, Place at) {
         places[format("%c%ld ", edge, number) + std::string(text)].push_back(at);
     };
@@ -161,7 +161,7 @@ static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
         for (size_t k = 0; k < filled.size(); k++) {
             const bool top = k < 3, bottom = k + 3 >= filled.size();
             if (!top && !bottom) continue;
-            std::string line; // blanks as one
+            std::string line; // with single blanks
             for (char c : trimmed(pages[p][filled[k]]))
                 if ((uint8_t)c > ' ') line += c;
                 else if (line.empty() || line.back() != ' ') line += ' ';
@@ -192,7 +192,7 @@ static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
         const bool numbered = key.compare(1, text.data() - key.data() - 2, std::to_string(LONG_MAX)) != 0;
         const size_t least = numbered ? 2 : 3;
         for (size_t i = 0, j; i < list.size(); i = j) {
-            size_t on = 1; // so many pages, each at most two after the one before
+            size_t on = 1; // number of pages, each at most two after the previous one
             for (j = i + 1; j < list.size() && list[j].page <= list[j - 1].page + 2; j++)
                 on += list[j].page != list[j - 1].page;
             if (on < least) continue;
@@ -205,7 +205,7 @@ static void drop_heads(std::vector<Lines>& pages, CleanText& found) {
     }
 }
 
-// The pages as one text. Where a page ends within a sentence, the next one goes on with it.
+// Joins the pages. If a page ends within a sentence, the next one continues it.
 static std::string join_pages(const std::vector<Lines>& pages) {
     std::string all;
     for (auto& page : pages) {
@@ -226,13 +226,13 @@ static std::string join_pages(const std::vector<Lines>& pages) {
 
 namespace {
 
-// Words that were cut at a line's end are whole again, on the first of the two lines. The hyphen stays if the book
-// writes the word with it elsewhere, and never without.
+// Rejoins words hyphenated at a line's end, on the first of the two lines. The hyphen stays if the book writes the word
+// with it elsewhere and never without.
 struct HyphenJoiner {
-    std::unordered_set<uint64_t> words, pairs; // of the text: its words, and those of two parts with a hyphen
+    std::unordered_set<uint64_t> words, pairs; // of the text: its words, and its hyphenated pairs of words
 
     explicit HyphenJoiner(std::u32string_view text) {
-        size_t from = 0, to = 0; // of the word before
+        size_t from = 0, to = 0; // the previous word
         for_each_word(text, [&](size_t i, size_t j) {
             words.insert(word_hash(text.substr(i, j - i)));
             if (i == to + 1 && text[to] == '-') pairs.insert(pair(text.substr(from, to - from), text.substr(i, j - i)));
@@ -242,7 +242,7 @@ struct HyphenJoiner {
     static uint64_t pair(std::u32string_view a, std::u32string_view b) { return mix(word_hash(a), word_hash(b)); }
     static bool is_letter(uint32_t c) { return is_word(c) && !is_digit(c); }
 
-    // If a line ends within a word and the next one begins with the rest of it, this rest goes to the first.
+    // If a line ends within a word and the next line begins with the rest of it, moves this rest to the first.
     bool join(std::string& line, std::string& next) const {
         constexpr size_t LONGEST = 80; // bytes of half a word
         const std::string_view more = trimmed(next);
@@ -266,7 +266,7 @@ struct HyphenJoiner {
         if (hyphen == 0xAD || (left.size() > 1 && !with)) line.erase(line.size() - bytes);
         return take(line, next, more), true;
     }
-    // The first word of the next line goes to the end of this one.
+    // Moves the first word of the next line to the end of this one.
     static void take(std::string& line, std::string& next, std::string_view more) {
         const size_t end = std::min(more.find_first_of(" \t"), more.size());
         line += more.substr(0, end);

@@ -1,4 +1,4 @@
-// book/pages.h: text that was a PDF, made one text again: without page breaks, page numbers, running heads and hyphens.
+// book/pages.h: cleans text extracted from a PDF: page breaks, page numbers, running heads and hyphens are removed.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -6,22 +6,22 @@
 
 namespace book {
 
-// The number that a line consists of, as pages are numbered: "12", "- 12 -", "Page 12 of 300", "第 12 页"; in front
-// matter "xii". -1: it is no such line.
+// The page number that a line consists of: "12", "- 12 -", "Page 12 of 300", "第 12 页"; in front matter "xii".
+// -1: not a page number.
 long page_number(std::string_view line);
 
-// Text that was a PDF, without what was only on the pages.
+// Text of a PDF, without the parts that belong to its pages.
 struct CleanText {
     std::string text;
-    size_t breaks = 0, numbers = 0, heads = 0, hyphens = 0; // what is gone
+    size_t breaks = 0, numbers = 0, heads = 0, hyphens = 0; // number of parts removed
 };
 
-// Is a page, as pdftotext -layout writes it, in two columns of prose? (A table is not: its cells are short.)
+// Whether a page, as pdftotext -layout writes it, has two columns of prose. (A table has short cells: it is none.)
 bool in_columns(std::string_view page);
 
 bool was_pdf(std::string_view book);
 
-// Page breaks, page numbers, running heads and feet, hyphens at line ends and ligatures go.
+// Removes page breaks, page numbers, running heads and feet, hyphens at line ends and ligatures.
 CleanText clean_pages(std::string_view book);
 
 } // namespace book

@@ -8,8 +8,8 @@
 namespace book {
 
 // A list of patterns, searched all at once. In a pattern ' ' is one or more blanks, '_' any number or none, '#' a
-// number (3, 3.2, 3-2, 三); ASCII letters match in either case, and as whole words. A line that begins with '!' is
-// an exception: where it stands, no pattern is looked for.
+// number (3, 3.2, 3-2, 三); ASCII letters match case-insensitively, and as whole words. A line that begins with '!' is
+// an exception: no pattern is searched for inside its matches.
 struct Patterns {
     std::vector<std::u32string> list;
     std::vector<bool> exception;
@@ -17,10 +17,10 @@ struct Patterns {
 
     Patterns() = default;
     explicit Patterns(const std::string& path);
-    bool add(std::string_view line); // false: it is no pattern
+    bool add(std::string_view line); // false: invalid pattern
     bool empty() const { return list.empty(); }
 
-    // The first place where one matches; "" if none does.
+    // The first match of any pattern; "": none.
     std::string find(std::u32string_view s) const;
 };
 

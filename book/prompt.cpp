@@ -17,8 +17,8 @@ std::string top_chapter(sj::Value row) {
     return chapter.substr(0, chapter.find(" > "));
 }
 
-// A template with its {{name}}s replaced, {{name|otherwise}} by `otherwise` where there is no such value. What is put
-// in is not searched again.
+// Fills in a template: replaces each {{name}}, and {{name|otherwise}} by `otherwise` if there is no such value.
+// Inserted text is not searched again.
 static std::string fill_in(std::string_view text, const std::map<std::string, std::string>& values,
                            const std::string& path) {
     std::string out;
@@ -38,17 +38,17 @@ static std::string fill_in(std::string_view text, const std::map<std::string, st
 
 namespace {
 
-// data/datagen/prompts/, a folder for each language: what the model is told (system.md), what is asked of it for each
-// difficulty, and examples of the form.
+// data/datagen/prompts/, one folder per language: the system prompt (system.md), a request for each difficulty, and
+// examples of the form.
 struct Templates {
     const std::string folder, examples, subject;
-    std::map<std::string, std::string> files; // those that were read
+    std::map<std::string, std::string> files; // files read so far
 
     explicit Templates(const Arguments& a)
         : folder(a.data("prompts") + "/"), examples(a.text("--examples", a.data("prompts"))),
           subject(a.text("--subject")) {}
 
-    // Writes the messages that ask for so many questions about a chunk.
+    // Writes the messages that request `count` questions about a chunk.
     void ask(sj::Writer& body, const std::string& lang, const std::string& difficulty, size_t count, sj::Value chunk) {
         std::map<std::string, std::string> values = {
             {"count", std::to_string(count)}, {"s", count == 1 ? "" : "s"},
@@ -59,7 +59,7 @@ struct Templates {
             const std::string path = folder + lang + "/" + name;
             std::string text = file(path);
             const size_t at = text.find("{{examples}}");
-            if (at != text.npos && examples == "none") { // then its paragraph goes
+            if (at != text.npos && examples == "none") { // removes its paragraph
                 const size_t before = text.rfind("\n\n", at), begin = before == text.npos ? 0 : before + 2;
                 text.erase(begin, std::min(text.find("\n\n", at), text.size()) - begin);
                 text.erase(begin, text.find_first_not_of('\n', begin) - begin);
@@ -79,7 +79,7 @@ struct Templates {
     }
 };
 
-// The reply as a JSON schema, in the words that OpenAI's strict mode takes: its root has to be an object.
+// Requests the reply's form as a JSON schema, in the subset of OpenAI's strict mode: its root has to be an object.
 void ask_for_form(sj::Writer& body) {
     auto object = [&](std::initializer_list<const char*> names) {
         body.object().field("type", "object").field("additionalProperties", false).key("required").array();
@@ -102,9 +102,9 @@ int run_prompt(const Arguments& a) {
     const size_t least = limits.count("prompt.least_characters"), most = limits.count("prompt.most_questions");
     const size_t quota = a.number("--chapter-quota", SIZE_MAX, 1, SIZE_MAX - 1);
     const std::string model = a.text("--model"), language = a.text("--lang");
-    const size_t max_tokens = a.number("--max-tokens", SIZE_MAX, 0, 1 << 24); // SIZE_MAX: by the questions; 0: none
+    const size_t max_tokens = a.number("--max-tokens", SIZE_MAX, 0, 1 << 24); // SIZE_MAX: by the questions; 0: no limit
     double share[3], sum = 0;
-    size_t tokens[3], most_tokens = 0; // that a question and its answer take
+    size_t tokens[3], most_tokens = 0; // of a question with its answer
     for (int d = 0; d < 3; d++) {
         sum += share[d] = limits[format("prompt.%s", DIFFICULTIES[d]).c_str()];
         tokens[d] = limits.count(format("prompt.%s.tokens", DIFFICULTIES[d]).c_str());
@@ -168,8 +168,8 @@ int run_prompt(const Arguments& a) {
             const size_t room = max_tokens == SIZE_MAX ? count[d] * tokens[d] : max_tokens;
             if (room) body.field("max_tokens", room);
             most_tokens = std::max(most_tokens, room);
-            // The id says what collect has to know, and a hash of the request, so that another one has another id. (The
-            // form is not in the hash: it asks nothing else.)
+            // The id holds what collect needs, and a hash of the request, so that another request has another id. (The
+            // form is not hashed: it does not change the questions.)
             sj::Writer w;
             const std::string hash = hex(fnv1a(body.text + "}")).substr(0, 8);
             w.object().field("custom_id", v["id"].str() + "." + difficulty + "." + hash);

@@ -8,11 +8,11 @@ namespace book {
 
 inline constexpr const char* DIFFICULTIES[] = {"easy", "medium", "hard"};
 
-// A chapter's name without those of its sections.
+// A chapter's name without its sections.
 std::string top_chapter(sj::Value row);
 
-// Questions by the length of a chunk, the same shares of difficulties in every chapter, to within one question: each
-// question takes the difficulty that is furthest behind. A chapter's quota thins its chunks evenly.
+// Questions in proportion to a chunk's length, and the same mix of difficulties in every chapter, to within one:
+// each question gets the difficulty that is furthest behind. A chapter's quota thins its chunks evenly.
 int run_prompt(const Arguments& a);
 
 } // namespace book

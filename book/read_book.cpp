@@ -21,12 +21,12 @@
 
 namespace book {
 
-// What a program found in PATH writes to its standard output. False if it is not installed; if it fails, what it said
-// is shown. No shell sees the words.
+// Runs a program of PATH and returns its standard output. False if it is not installed; if it fails, its messages are
+// shown. No shell parses the words.
 static bool output_of(const std::string& path, const Strings& command, std::string& out) {
     using File = std::unique_ptr<FILE, int (*)(FILE*)>;
     const File text(tmpfile(), fclose), said(tmpfile(), fclose);
-    int started[2]; // the child's end closes when the program runs, or brings errno
+    int started[2]; // the child's end closes on exec, or sends errno
     if (!text || !said || pipe2(started, O_CLOEXEC) != 0) DIE("a temporary file: %s", strerror(errno));
     std::vector<char*> argv;
     for (auto& word : command) argv.push_back((char*)word.c_str());
@@ -69,8 +69,8 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
     return true;
 }
 
-// A PDF's pages. Those in columns come in the order of reading, as pdftotext finds it; the others as they lie on the
-// page, so that tables stay whole.
+// A PDF's pages. Pages with columns are in pdftotext's reading order; the others keep their layout, so that tables stay
+// whole.
 static std::string read_pdf(const std::string& path, const std::string& word, const std::string& stem) {
     std::string text, ordered;
     if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
@@ -99,7 +99,7 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
     return all;
 }
 
-// Formats that pandoc converts to Markdown. It loads nothing that the book names, if it has --sandbox (from 2.15 on).
+// Formats that pandoc converts to Markdown. With --sandbox (from 2.15 on) it loads nothing that the book names.
 static std::string read_document(const std::string& path, const std::string& word, const std::string& stem,
                                  const std::string& filter, bool plain) {
     std::string text, help;
@@ -116,7 +116,7 @@ static void need_text(const std::string& path, const std::string& text) {
     for (const std::string begin : {"PK\3\4", "\xD0\xCF\x11\xE0", "{\\rtf"})
         if (text.compare(0, begin.size(), begin) == 0)
             DIE("%s: a document of an office program; save it as .docx, .odt, .epub or .html", path.c_str());
-    mark_of(path, text); // of UTF-16
+    mark_of(path, text); // the byte order mark of UTF-16
     for (size_t i = 0; i < text.size();) {
         const int k = utf8_length(&text[i], text.size() - i);
         if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);

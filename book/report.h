@@ -1,4 +1,4 @@
-// book/report.h: what a step says on stderr: progress, and which rows were not passed on and why; and Ctrl-C.
+// book/report.h: a step's messages on stderr: progress, and the dropped rows with the reasons; and Ctrl-C.
 #pragma once
 #include "base/error.h"
 #include "book/rows.h"
@@ -14,24 +14,24 @@ void stop_if_interrupted();
 
 void say(const std::string& line);
 
-// A line on stderr that is written over once a second; on anything but a terminal a new one every ten.
+// A progress line on stderr, overwritten once a second; if it is no terminal, a new line every ten seconds.
 struct Progress {
     const bool terminal = isatty(2);
     const double start = seconds();
     double told = start;
 
     ~Progress() { if (terminal && told > start) fputc('\n', stderr); }
-    bool due(); // is it time for another line? It will be written.
+    bool due(); // whether to write another line now
     void line(const std::string& text) const;
     void show(const char* what, size_t rows, double share);
 };
 
-// Rows that are not passed on: counted by rule in the order the rules were named, kept with their rule in a file.
+// Dropped rows: counted by rule, in the order in which the rules were named, and written with their rule to a file.
 struct Report {
     struct Rule {
         std::string name;
         size_t dropped = 0;
-        double seconds = 0;     // spent on it
+        double seconds = 0;     // time spent on the rule
         std::string first = {}; // why it dropped its first row
     };
     std::vector<Rule> rules;
@@ -42,7 +42,7 @@ struct Report {
     Report(const std::string& side_path, const Strings& names);
     void drop(const std::string& rule, const std::string& why, const Reader& in);
     size_t dropped() const;
-    // advice: what to do about a rule that drops more than half, with its name where %s is; null: that is no matter.
+    // advice: for a rule that drops more than half, with its name in place of %s; null: no advice.
     void finish(const char* unit, const char* advice = nullptr);
 };
 

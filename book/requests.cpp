@@ -27,7 +27,7 @@ Request::Request(const Reader& in) : place(in.place()), number(in.number) {
     body = whole;
 }
 
-// A body with some of its members anew. change(w, key, value): false, and nothing written: as it was.
+// A body with some members replaced. change(w, key, value) writes the new value, or returns false to keep the old one.
 template <class F> static std::string rewritten(const std::string& body, const sj::Writer& begun, F change) {
     sj::Doc doc;
     sj::parse(doc, body);
@@ -129,8 +129,8 @@ std::string Journal::line(const Request& r) const {
     return s;
 }
 
-// The character that begins at s[at], as JSON (\u0041, also with more backslashes), a URL (%41) or HTML (&#65; &#x41;
-// &amp;) may write it; n: its bytes.
+// The character at s[at], which may be escaped as in JSON (\u0041, also with more backslashes), a URL (%41) or HTML
+// (&#65; &#x41; &amp;); n: its bytes.
 static int escaped_character(std::string_view s, size_t at, size_t* n) {
     auto number = [&](size_t from, size_t digits, int base) {
         const std::string text(s.substr(std::min(from, s.size()), digits));

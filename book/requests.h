@@ -1,4 +1,4 @@
-// book/requests.h: requests in OpenAI's Batch format, where they go, and the journal of their answers.
+// book/requests.h: requests in OpenAI's Batch format, their address, and the journal of their answers.
 #pragma once
 #include "book/rows.h"
 #include "sj.h"
@@ -10,28 +10,28 @@
 
 namespace book {
 
-// The name of the JSON schema that `prompt` asks for.
+// The name of the JSON schema that `prompt` requests.
 constexpr const char* ANSWER_FORM = "questions";
 
-// What is asked, as OpenAI's Batch format has it. id names the whole request, not only what its author called it.
+// A request in OpenAI's Batch format. id covers the whole request, not only the author's custom_id.
 struct Request {
     std::string custom_id, url, body, id;
-    std::string model; // that the row names
+    std::string model; // named by the row
     Reader::Place place;
     size_t number;
     explicit Request(const Reader& in);
-    // A row without a model asks whatever model there is: its id stays.
+    // For a row without a model; its id does not change.
     void set_model(const std::string& name);
-    // The form of the answer that `prompt` asks for is a help for the endpoint, and no part of the request: without it
-    // the id is the same.
+    // The form that `prompt` requests of the answer helps the endpoint and is not part of the request: the id is the
+    // same without it.
     bool has_form() const;
     void remove_form();
-    // Says after the last message why an earlier reply could not be used.
+    // Appends to the last message why an earlier reply could not be used.
     void complain(const std::string& why);
 };
 
-// The answers so far, in OpenAI's Batch output format, each appended and synced as it comes. A line that a kill cut
-// short is cut off. Only what was answered is in here: what failed is asked again by the next run.
+// The answers so far, in OpenAI's Batch output format, each appended and synced as it arrives. A partial last line,
+// left by a kill, is cut off. Only answers are stored: the next run repeats failed requests.
 struct Journal {
     struct Place { uint64_t offset; size_t length; std::string id; };
     std::string path;
@@ -50,15 +50,15 @@ struct Journal {
     uint64_t end = 0;
 };
 
-// Where a request goes: its url after the endpoint's, which may end in a version (/v1, /v4) that takes /v1's place,
-// or be the whole address of the chat already.
+// The address of a request: its url after the endpoint's. The endpoint may end in a version (/v1, /v4), which replaces
+// /v1, or be the whole address of the chat already.
 std::string address(std::string endpoint, const std::string& url);
 
-// A text without a key that may stand in it, however JSON, a URL or HTML escape its characters: *** in its place.
+// Replaces a key in a text by ***, even if its characters are escaped as in JSON, a URL or HTML.
 std::string without_key(std::string_view text, const std::string& key);
 
-// What an endpoint says of a fault: OpenAI's {"error": {"message"}}, or others' {"error": text}, {"message"},
-// {"detail"}; else the beginning of the reply. One line.
+// An endpoint's error message: OpenAI's {"error": {"message"}}, or others' {"error": text}, {"message"}, {"detail"};
+// otherwise the beginning of the reply. One line.
 std::string words_of(sj::Value reply, const std::string& text);
 
 } // namespace book

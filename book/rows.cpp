@@ -35,7 +35,7 @@ bool Reader::next_text() {
 bool Reader::next() {
     doc.nodes.clear();
     if (!next_text()) return false;
-    if (fault.empty()) fault = parse_line(doc, text); // each row is a text by itself
+    if (fault.empty()) fault = parse_line(doc, text); // each row is a JSON text of its own
     return true;
 }
 
@@ -91,7 +91,7 @@ bool Reader::find_line() {
         if (newline) break;
     }
     if (!has(0)) return fault.empty() ? false : found(at, 0);
-    const size_t newline = has(n); // first: it may move the buffer
+    const size_t newline = has(n); // first, since it may move the buffer
     at += n + newline;
     return found(at - n - newline, n);
 }
@@ -115,7 +115,7 @@ bool Reader::find_item() {
         else if (c == ']' || c == '}') depth--;
         if (n > LONGEST) forget(n);
     }
-    size_t blank = 0; // the line of an item is the one that it begins in
+    size_t blank = 0; // an item's line is the one where it begins
     while (blank < n && is_json_space(buffer[at + blank])) lines += buffer[at + blank++] == '\n';
     if (!has(n))
         DIE("%s: line %zu: the array has no end; item %zu, which begins there, is the last", path.c_str(), lines,

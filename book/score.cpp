@@ -20,13 +20,13 @@ bool is_blank(std::string_view s) {
 std::vector<std::string_view> rouge_words(const std::vector<std::string_view>& pieces, bool blanks) {
     std::vector<std::string_view> words;
     bool begun = false, full = false; // the line has characters; they are not all white space
-    size_t empty = 0;                 // empty words, if something follows
+    size_t empty = 0;                 // empty words, counted once something follows
     auto end_line = [&] {
         empty += begun && !full;
         begun = full = false;
     };
     for (std::string_view piece : pieces) {
-        if (piece.data() != pieces[0].data()) begun = true; // the space that joins
+        if (piece.data() != pieces[0].data()) begun = true; // the joining space
         if (is_blank(piece)) {
             if (piece == "\r\n") begun = true;
             if (piece.back() == '\n') end_line();
@@ -49,14 +49,14 @@ std::vector<std::string_view> rouge_words(const std::vector<std::string_view>& p
     return words;
 }
 
-// F1 of `overlap` things that two sets of these sizes share.
+// F1 for two sets of these sizes that share `overlap` elements.
 static double f1(size_t overlap, size_t hypothesis, size_t reference) {
     const double p = hypothesis ? (double)overlap / (double)hypothesis : 0;
     const double r = reference ? (double)overlap / (double)reference : 0;
     return 2 * (p * r / (p + r + 1e-8));
 }
 
-// Things that two sorted lists have in common; equal ones count as often as in the list that has fewer.
+// The number of common elements of two sorted lists; repeated ones count as often as in the list with fewer.
 template <class T> static size_t count_common(const std::vector<T>& a, const std::vector<T>& b) {
     size_t n = 0;
     for (size_t i = 0, j = 0; i < a.size() && j < b.size();) {
@@ -68,8 +68,8 @@ template <class T> static size_t count_common(const std::vector<T>& a, const std
 }
 
 size_t lcs(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b, size_t distinct) {
-    std::vector<uint64_t> mask(distinct, 0); // in which of the 64 columns a word stands
-    std::vector<uint8_t> carry(a.size(), 0); // from the 64 columns before, row by row
+    std::vector<uint64_t> mask(distinct, 0); // bit per column, of 64: the columns where a word stands
+    std::vector<uint8_t> carry(a.size(), 0); // from the previous 64 columns, row by row
     size_t length = 0;
     for (size_t begin = 0; begin < b.size(); begin += 64) {
         const size_t end = std::min(begin + 64, b.size());
@@ -88,7 +88,7 @@ size_t lcs(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b, size_
     return length;
 }
 
-// The words of texts by numbers: the same word, the same number.
+// Numbers the words of texts: the same word, the same number.
 struct WordNumbers {
     std::unordered_map<std::string_view, uint32_t> number;
 
@@ -130,7 +130,7 @@ std::vector<std::string> ascii_words(const std::vector<std::string_view>& pieces
         for (const char* p = piece.data(); p < piece.data() + piece.size();) {
             const uint32_t c = lower(utf8_read(p));
             if (is_digit(c) || is_latin(c)) add((char)c);
-            else if (c == 0x212A) add('k'); // the sign of Kelvin; its lower case is ASCII's
+            else if (c == 0x212A) add('k'); // the Kelvin sign; its lower case is ASCII's k
             else if (c == 0x130) add('i'), within = false; // i and a dot above
             else within = false;
         }

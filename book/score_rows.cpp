@@ -77,7 +77,7 @@ std::vector<size_t> match_rows(const ScoreFile& answers, const ScoreFile& refere
             references.fail(references.rows[i], "id " + references.rows[i].id + " was there before");
     for (size_t i = 0; i < answers.rows.size(); i++) {
         const auto found = row_of.find(answers.rows[i].id);
-        if (by_id && found == row_of.end()) // not there, or taken by an answer before this one
+        if (by_id && found == row_of.end()) // missing, or already used by an earlier answer
             answers.fail(answers.rows[i], "id " + answers.rows[i].id + " was there before, or is no row of " +
                                               references.path);
         match.push_back(by_id ? found->second : i);

@@ -9,7 +9,7 @@
 
 namespace book {
 
-// A row with a choice is scored by its letter alone.
+// A multiple-choice row is scored by its letter alone.
 static Measures measure_text(const ScoreReference& row, const ScoredText& a, const ScoredText& reference, bool blanks) {
     Measures m;
     m.fill(NAN);
@@ -47,7 +47,7 @@ ScoreRow score_row(const Jieba& jieba, const ScoreReference& row, const ScoredTe
 
 namespace {
 
-// A column of a table, without the rows that have no such number; n: how many have.
+// A table column over the rows that have this measure; n: their number.
 struct ScoreColumn {
     size_t n = 0;
     Interval interval{};

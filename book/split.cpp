@@ -33,9 +33,9 @@ struct Group {                                // the rows of a chunk
 
 } // namespace
 
-// Whole chunks go to the test side, until it has its rows; each time the one that brings the numbers of the chapters
-// and of the difficulties, in its chapter and overall (""), nearest to what is wanted. Ties go by Group::order.
-// missing: how many rows are wanted; on return, how many of them did not come.
+// Moves whole chunks to the test side until it has its rows. Each time takes the chunk that brings the counts by
+// chapter and difficulty (within the chapter and overall, "") nearest to the target. Ties go by Group::order.
+// missing: rows wanted; on return, rows still missing.
 static void choose_tests(const std::vector<Group*>& groups, std::map<std::string, Counts>& missing, size_t& wanted) {
     std::map<std::string, double> missing_rows;
     for (auto& [chapter, counts] : missing)
@@ -45,7 +45,7 @@ static void choose_tests(const std::vector<Group*>& groups, std::map<std::string
         double best_gain = -INFINITY;
         for (Group* g : groups) {
             if (g->test || g->size > wanted) continue;
-            double gain = 0; // by how much, for a row, the sum of squares of what is missing shrinks
+            double gain = 0; // decrease of the sum of squares of `missing`, per row
             for (auto& [difficulty, n] : g->rows)
                 for (const Counts* c : {&missing[g->chapter], &missing[""]}) gain += n * (2 * c->at(difficulty) - n);
             const double n = (double)g->size;
@@ -68,15 +68,15 @@ struct Split {
     const size_t wanted = a.number("--test", 0, 1, SIZE_MAX / 2);
     const std::string folder = a.output() == "-" ? "." : a.output();
     std::map<std::string, Group> groups;             // by chunk
-    std::map<std::string, Counts> chapters, missing; // "": all of them; rows that the test side should have and lacks
-    size_t rows = 0, taken = 0;                      // in all; for the test
+    std::map<std::string, Counts> chapters, missing; // "": all of them; rows that the test side still lacks
+    size_t rows = 0, taken = 0;                      // in total; for the test
 
     explicit Split(const Arguments& a) : a(a) {}
-    Group& group_of(const Reader& in) { // a row without a chunk is one by itself
+    Group& group_of(const Reader& in) { // a row without a chunk is its own group
         const std::string chunk = in.row()["chunk"].str();
         return groups[chunk.empty() ? format("\nrow %zu", in.number) : chunk];
     }
-    // Calls f(row as it was read) with the rows of a side.
+    // Calls f(row as read) for the rows of one side.
     template <class F> void each(bool test, F f) {
         Progress progress;
         size_t done = 0;
@@ -102,7 +102,7 @@ struct Split {
             g.rows[difficulty]++, chapters[g.chapter][difficulty]++, chapters[""][difficulty]++;
         }
         if (wanted >= rows) DIE("--test %zu: %s has %zu rows", wanted, a.files[0].c_str(), rows);
-        std::vector<Group*> order; // by a hash of seed and chunk, so that the order of the rows changes nothing
+        std::vector<Group*> order; // by a hash of seed and chunk, so that the order of rows does not matter
         const std::string seed = std::to_string(a.number("--seed", 0, 0, SIZE_MAX));
         for (auto& [chunk, g] : groups) {
             g.order = mix(0, fnv1a(chunk, fnv1a(seed + "\n")));

@@ -21,7 +21,7 @@
 
 namespace book {
 
-// Text on the left, numbers on the right; a CJK character is two columns wide.
+// Text left-aligned, numbers right-aligned; a CJK character is two columns wide.
 static std::string cell(const std::string& s, int width) {
     int used = 0;
     for (char32_t c : decode(s)) used += is_cjk(c) || (c >= 0xFF01 && c <= 0xFF60) ? 2 : 1;
@@ -102,7 +102,7 @@ int run_stats(const Arguments& a) {
         if (over) printf("over %-6u%10zu rows, %.1f%%\n", limit, (size_t)over, 100 * share);
     }
     if (table.empty()) return 0;
-    Strings columns; // easy, medium, hard, then what else there is
+    Strings columns; // easy, medium, hard, then any others
     for (auto d : DIFFICULTIES)
         if (difficulties.erase(d)) columns.push_back(d);
     columns.insert(columns.end(), difficulties.begin(), difficulties.end());

@@ -12,7 +12,7 @@ using Lines = std::vector<std::string_view>;
 
 std::string hex(uint64_t x);
 
-// A JSON text without its line ends, which may stand between its values only.
+// A JSON text without its line ends, which may occur only between values.
 std::string one_line(std::string_view json);
 
 Lines lines_of(std::string_view text); // without their ends

@@ -5,9 +5,9 @@
 
 namespace book {
 
-// A row of tokens: what the model is fed when it has to give this answer (the template with what was said before, and
-// an empty think block if nothing is thought), not trained; then the answer and <|im_end|>\n, trained. Prompt and
-// answer are tokenized apart, as in the answer's making.
+// A row of tokens: first the model's input for this answer (the template with the earlier messages, and an empty think
+// block if the answer has no thought), not trained; then the answer and <|im_end|>\n, trained. Prompt and answer are
+// tokenized separately, as in generation.
 static Words render_row(const Tokenizer& tokenizer, const std::vector<Message>& before, const Message& answer,
                         const Strings& tools, bool thinks) {
     std::vector<Message> with = before;
@@ -21,7 +21,7 @@ static Words render_row(const Tokenizer& tokenizer, const std::vector<Message>& 
             else if (const int id = tokenizer.id(parts[k].text); id >= 0) ids.push_back(id);
             else DIE("the tokenizer has no %s", parts[k].text.c_str());
     };
-    const size_t last = prompt.size() - 1; // a text, in whole's part of the same number goes on with the answer
+    const size_t last = prompt.size() - 1; // a text; the answer continues it in the same part of `whole`
     const std::string& asked = prompt[last].text;
     bool same = whole.size() > last && whole[last].text.compare(0, asked.size(), asked) == 0;
     for (size_t k = 0; same && k < last; k++) same = prompt[k].text == whole[k].text;
@@ -37,7 +37,7 @@ static Words render_row(const Tokenizer& tokenizer, const std::vector<Message>& 
     return row;
 }
 
-// Unless the text itself has it at its end.
+// Appends it, unless the text ends with it already.
 static void add_end_of_text(const Tokenizer& tokenizer, std::vector<int>& ids) {
     const int id = tokenizer.id("<|endoftext|>");
     if (id < 0) DIE("the tokenizer has no <|endoftext|>");
@@ -46,7 +46,7 @@ static void add_end_of_text(const Tokenizer& tokenizer, std::vector<int>& ids) {
 
 static bool thinks(const Message& m) { return !split_thought(m).first.empty(); }
 
-// The answers that follow a question.
+// Calls f for every answer to a question.
 template <class F> static void each_answer(const Conversation& c, F f) {
     bool asked = false;
     for (size_t i = 0; i < c.messages.size(); i++) {
@@ -63,7 +63,7 @@ size_t count_wordless(const Conversation& c) {
 
 bool has_mark(const Tokenizer& tokenizer, std::string_view text) {
     for (size_t at = 0; (at = text.find("<|", at)) != text.npos; at += 2) {
-        const std::string_view name = text.substr(at, 40); // (no special token's name is longer)
+        const std::string_view name = text.substr(at, 40); // (special tokens' names are shorter)
         const size_t end = name.find("|>");
         if (end != name.npos && tokenizer.id(std::string(name.substr(0, end + 2))) >= 0) return true;
     }

@@ -8,7 +8,7 @@
 
 namespace book {
 
-// One connection. A reply has 32 MB at most; of a longer one curl ends the exchange.
+// One connection. A reply is limited to 32 MB; curl aborts a longer one.
 struct Transfer {
     CURL* easy = curl_easy_init();
     std::string reply;
@@ -21,12 +21,12 @@ struct Transfer {
         if (curl_easy_setopt(easy, option, value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
     }
 
-    // The next exchange: GET, or POST of a body, which outlives it. It may take so many milliseconds.
+    // Prepares an exchange: GET, or POST of a body, which must outlive it. The limit is in milliseconds.
     void prepare(const std::string& url, curl_slist* headers, const std::string* body, long milliseconds) {
         reply.clear();
         curl_easy_reset(easy);
         set(CURLOPT_URL, url.c_str());
-#if LIBCURL_VERSION_NUM >= 0x075500 // no redirects are followed: a key goes nowhere else
+#if LIBCURL_VERSION_NUM >= 0x075500 // redirects are not followed: the key goes nowhere else
         set(CURLOPT_PROTOCOLS_STR, "http,https");
 #else
         set(CURLOPT_PROTOCOLS, (long)(CURLPROTO_HTTP | CURLPROTO_HTTPS));
@@ -46,16 +46,16 @@ struct Transfer {
   private:
     static size_t receive(char* bytes, size_t, size_t n, void* transfer) {
         std::string& reply = ((Transfer*)transfer)->reply;
-        if (reply.size() + n > Reader::LONGEST / 2) return 0; // curl ends the transfer
+        if (reply.size() + n > Reader::LONGEST / 2) return 0; // aborts the transfer
         reply.append(bytes, n);
         return n;
     }
 };
 
-// Headers of every request here; more are appended. To be freed.
+// Headers common to all requests; the caller may append more and frees them.
 inline curl_slist* json_headers() {
     curl_slist* headers = curl_slist_append(nullptr, "Content-Type: application/json");
-    return curl_slist_append(headers, "Expect:"); // no round trip before the body
+    return curl_slist_append(headers, "Expect:"); // no extra round trip before the body
 }
 
 inline void check_url(const std::string& url) {

@@ -15,7 +15,7 @@ namespace book {
 
 namespace {
 
-// A packed row says its messages, or its text; a pair says its prompt and two answers, as TRL has them.
+// Prints a packed row as messages or text; a pair as prompt and two answers, in TRL's form.
 struct Unpacker {
     const Tokenizer& tokenizer;
     const int start = tokenizer.id("<|im_start|>"), end = tokenizer.id("<|im_end|>");
@@ -40,7 +40,7 @@ struct Unpacker {
             const auto to = std::find(from, ids.end(), end);
             std::string text = tokenizer.decode({from + (*from == start), to}, false);
             from = to == ids.end() ? to : to + 1;
-            if (text == "\n" && from == ids.end() && !all.empty()) break; // after the last
+            if (text == "\n" && from == ids.end() && !all.empty()) break; // after the last message
             if (text[0] == '\n') text.erase(0, 1);
             if (text.compare(0, 12, "<|im_start|>") == 0) text.erase(0, 12);
             const size_t line = std::min(text.find('\n'), text.size());

@@ -18,7 +18,7 @@ std::vector<uint32_t> word_hashes(std::u32string_view s) {
 double cjk_share(std::u32string_view s) {
     size_t all = 0, cjk = 0;
     bool code = false;
-    for (size_t i = 0; i < s.size();) { // between runs of backticks, code and prose take turns
+    for (size_t i = 0; i < s.size();) { // runs of backticks alternate between code and prose
         size_t end = std::min(s.find(U'`', i), s.size());
         if (!code) for_each_word(s.substr(i, end - i), [&](size_t at, size_t) { all++, cjk += is_cjk(s[i + at]); });
         if (end < s.size()) code = !code;

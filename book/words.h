@@ -1,4 +1,4 @@
-// book/words.h: the words of a text and hashes of them; how many of them are Chinese.
+// book/words.h: the words of a text, their hashes, and the share of Chinese ones.
 #pragma once
 #include "book/characters.h"
 #include <cstddef>
@@ -13,8 +13,8 @@ inline uint64_t mix(uint64_t h, uint64_t x) { // a step of hashing; every bit of
     return h ^ h >> 32;
 }
 
-// The words of a text as ROUGE-L and the word rules count them: a CJK character is a word, and so is a run of other
-// letters and digits, in lower case (ASCII's). f gets where it begins and ends.
+// The words of a text as counted by ROUGE-L and the word rules: each CJK character is a word, and so is a run of other
+// letters and digits, in lower case (ASCII only). f receives the word's begin and end.
 template <class F> void for_each_word(std::u32string_view s, F f) {
     for (size_t i = 0, j; i < s.size(); i = j) {
         j = i + 1;
@@ -26,7 +26,7 @@ template <class F> void for_each_word(std::u32string_view s, F f) {
 uint64_t word_hash(std::u32string_view word);
 std::vector<uint32_t> word_hashes(std::u32string_view s);
 
-// Which part of the words is Chinese, Japanese or Korean; -1 if there is no word. Code does not count.
+// The share of words that are Chinese, Japanese or Korean; -1 if there is no word. Code is ignored.
 double cjk_share(std::u32string_view s);
 
 } // namespace book
