@@ -1,4 +1,4 @@
-// form/automaton.cpp: states and nodes, made when they are first needed; see automaton.h. masks.cpp makes their masks.
+// form/automaton.cpp: states and nodes, created when first needed; see automaton.h. masks.cpp makes their masks.
 #include "form/automaton.h"
 #include "form/matcher.h"
 #include <algorithm>
@@ -43,7 +43,7 @@ Automaton::Automaton(Grammar&& g, std::shared_ptr<const Vocabulary> v)
 
 int Automaton::start() {
     std::vector<uint64_t> todo = {thread((uint32_t)grammar.rules[0].start, BOTTOM)};
-    // The first rule ends before its first byte if it is nullable; nobody called it who could pass it by.
+    // The first rule may end before its first byte if it is nullable: no caller exists that could skip it.
     return settle(todo, true);
 }
 
@@ -90,13 +90,13 @@ int Automaton::make(int state, uint8_t byte) {
     }
     const int to = settle(todo, true);
     Edge& edge = edges[(size_t)state * (size_t)grammar.classes + grammar.byte_class[byte]];
-    edge.work = (uint32_t)(spent / 16); // (most take no more than their threads)
+    edge.work = (uint32_t)(spent / 16); // (most transitions need no more than their threads)
     return edge.to = to;
 }
 
-// The state of these threads once all that takes no byte is done. First what has got a byte: it may return from
-// its rule. Then the rules that are called, callers before those whom they call: so all who call a rule are known
-// when its node is made. A rule that ends before its first byte has been passed by already.
+// The state of these threads after all steps that take no byte. First the threads that took a byte: they may return
+// from their rule. Then the called rules, callers before callees: so all callers of a rule are known when its
+// node is created. A rule that may end before its first byte was skipped by its caller already.
 int Automaton::settle(std::vector<uint64_t>& todo, bool may_return) {
     seen.clear(), found.clear(), calls.clear(), room = MAX_CALLERS, spent = 0;
     drain(todo, may_return);
@@ -133,7 +133,7 @@ void Automaton::drain(std::vector<uint64_t>& todo, bool may_return) {
             const Grammar::Rule& rule = grammar.rules[p.y];
             std::vector<uint64_t>& callers = calls[rule.rank];
             if (p.x != Grammar::FINAL || node < FIRST) callers.push_back(thread(p.x, node));
-            else if (seen.insert(thread(LAST_CALL | p.y, node))) { // it returns to where its rule would
+            else if (seen.insert(thread(LAST_CALL | p.y, node))) { // it returns where its own rule would
                 const uint64_t *first = nodes.begin(node - FIRST), *last = nodes.end(node - FIRST);
                 const size_t some = std::min((size_t)(last - first), std::max<size_t>(room, 1));
                 callers.insert(callers.end(), first, first + some);
@@ -151,7 +151,7 @@ void Automaton::drain(std::vector<uint64_t>& todo, bool may_return) {
 }
 
 void Automaton::collect() {
-    std::map<int, std::vector<uint64_t>> kept; // states and their threads
+    std::map<int, std::vector<uint64_t>> kept; // states to keep, and their threads
     std::vector<bool> wanted(nodes.size());
     auto want = [&](uint64_t t) {
         if (node_of(t) >= FIRST) wanted[(size_t)(node_of(t) - FIRST)] = true;
@@ -159,7 +159,7 @@ void Automaton::collect() {
     for (Matcher* m : matchers) kept[m->state].assign(states.begin(m->state), states.end(m->state));
     for (auto& [state, threads] : kept)
         for (uint64_t t : threads) want(t);
-    for (size_t i = wanted.size(); i-- > 0;) // a node knows only older ones
+    for (size_t i = wanted.size(); i-- > 0;) // a node refers only to older ones
         if (wanted[i])
             for (const uint64_t* t = nodes.begin((int)i); t != nodes.end((int)i); t++) want(*t);
     const Lists old = std::move(nodes);

@@ -1,4 +1,4 @@
-// form/distinctions.cpp: whether the branches of a oneOf exclude each other, as far as it is plain to see.
+// form/distinctions.cpp: whether the branches of a oneOf exclude each other, as far as simple checks show it.
 #include "base/error.h"
 #include "form/schema_reader.h"
 #include <algorithm>
@@ -20,7 +20,7 @@ Distinction::Texts SchemaReader::texts_of(const Keywords& k, std::map<std::strin
     return all;
 }
 
-constexpr unsigned NO_VALUE = 128; // as types
+constexpr unsigned NO_VALUE = 128; // a set of types
 
 Distinction SchemaReader::distinction(const Keywords& k, std::map<std::string, int>& numbers) {
     static const std::map<std::string, unsigned> BITS = {{"null", 1}, {"boolean", 2}, {"object", 4}, {"array", 8},
@@ -55,7 +55,7 @@ static bool apart(const Distinction::Texts& a, const Distinction::Texts& b) { //
 
 bool SchemaReader::differ(const Distinction& a, const Distinction& b) {
     g.spend(1);
-    if (!a.values.empty() && !b.values.empty()) return true; // check_distinct has compared them
+    if (!a.values.empty() && !b.values.empty()) return true; // compared by check_distinct
     if (a.types == NO_VALUE || b.types == NO_VALUE || (a.types && b.types && !(a.types & b.types))) return true;
     if (!a.object || !b.object) return false;
     for (auto& [name, texts] : a.constants) {
@@ -73,7 +73,7 @@ void SchemaReader::check_distinct(const std::vector<Distinction>& all) {
         DIE("oneOf is supported where the branches differ in type, or in the constant of a required property; anyOf "
             "may do");
     };
-    std::map<int, size_t> owner; // of a text: the branch that has it
+    std::map<int, size_t> owner; // of each text: the branch that contains it
     for (size_t i = 0; i < all.size(); i++)
         for (int text : all[i].values) {
             g.spend(2, 48);

@@ -1,4 +1,4 @@
-// form/formats.cpp: the texts of JSON Schema's `format`, each as its RFC has it.
+// form/formats.cpp: the texts of JSON Schema's `format`, each as defined by its RFC.
 #include "base/error.h"
 #include "form/regex.h"
 #include "form/schema_reader.h"
@@ -14,10 +14,10 @@ static std::string either(std::initializer_list<std::string> ways) {
     return all + ")";
 }
 
-// RFC 3339: years from 0001 (Python knows no other); without leap seconds, which most clocks do not know.
+// RFC 3339: years from 0001 (Python's minimum); without leap seconds, which most clocks lack.
 static std::string full_date() {
     const std::string year = either({"[0-9]{3}[1-9]", "[0-9]{2}[1-9]0", "[0-9][1-9]00", "[1-9]000"});
-    const std::string fours = either({"0[48]", "[2468][048]", "[13579][26]"}); // multiples of 4, but for 00
+    const std::string fours = either({"0[48]", "[2468][048]", "[13579][26]"}); // multiples of 4, except 00
     const std::string leap = either({"[0-9]{2}" + fours, fours + "00"});
     const std::string day = either({"(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])", "(?:0[13-9]|1[0-2])-(?:29|30)",
                                     "(?:0[13578]|1[02])-31"});
@@ -39,7 +39,7 @@ static std::string ipv4() { // RFC 2673
     return byte + "(?:\\." + byte + "){3}";
 }
 
-// RFC 4291, 2.2: eight groups; "::" stands for those of zeros, one or more; the last two may be an IPv4 address.
+// RFC 4291, 2.2: eight groups; "::" replaces one or more groups of zeros; the last two may be an IPv4 address.
 static std::string ipv6() {
     const std::string group = "[0-9a-fA-F]{1,4}", one = group + ":";
     std::string all = "(?:" + one + "){7}" + group + "|(?:" + one + "){6}" + ipv4();
@@ -52,7 +52,7 @@ static std::string ipv6() {
     return "(?:" + all + ")";
 }
 
-// RFC 1123: labels of 63 characters at most, 253 together. Three of any length, or twelve of 20.
+// RFC 1123: labels of 63 characters at most, 253 in total. Here: three of any length, or twelve of 20.
 static std::string hostname() {
     auto labels = [](int longest, int more) {
         const std::string label = format("[A-Za-z0-9](?:[A-Za-z0-9-]{0,%d}[A-Za-z0-9])?", longest - 2);
@@ -67,7 +67,7 @@ static int local_part(Grammar& g, int next) {
     ByteSet atom;
     for (int c = '!'; c < 127; c++)
         if (!strchr("\"(),.:;<>@[\\]", c)) atom.set((size_t)c);
-    int after[64] = {next}; // where one is behind a character of an atom, by how many more there may be
+    int after[64] = {next}; // the position behind a character of an atom, by the number of further ones allowed
     for (int more = 1; more < 64; more++) {
         after[more] = g.split(next, g.bytes(atom, after[more - 1]));
         if (more > 1) after[more] = g.split(after[more], g.literal(".", g.bytes(atom, after[more - 2])));

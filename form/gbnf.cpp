@@ -50,7 +50,7 @@ struct GbnfReader : PatternReader {
         return known != rules.end() ? known->second : rules[word] = grammar.new_rule(word);
     }
 
-    // inside: within ( ), where a line may end anywhere. Elsewhere it may before and after |.
+    // inside: within ( ), where a line may end anywhere. Elsewhere a line may end only before and after |.
     Pattern choice(bool inside) {
         if (++depth > MAX_DEPTH) fail("nested too deep");
         Pattern all{Pattern::CHOICE};

@@ -1,4 +1,4 @@
-// form/grammar.cpp: how a grammar is built, from its end. grammar_finish.cpp has the rest.
+// form/grammar.cpp: builds a grammar from its end. grammar_finish.cpp has the rest.
 #include "form/grammar.h"
 #include "base/error.h"
 #include "sj.h"
@@ -53,7 +53,7 @@ int Grammar::words(std::vector<std::string> list, int next) {
     std::sort(list.begin(), list.end());
     list.erase(std::unique(list.begin(), list.end()), list.end());
     std::string path;
-    std::vector<std::vector<int>> open(1); // the ways on from each byte of `path`, as far as they are made
+    std::vector<std::vector<int>> open(1); // the branches open at each byte of `path`, as far as they are made
     auto close = [&](size_t length) {
         for (; path.size() > length; path.pop_back()) {
             const int p = any_of(open.back());
@@ -125,7 +125,7 @@ int Grammar::character(const Codes& codes, int next, Coding coding) {
         plain = without(plain, ESCAPED);
     }
     ByteSet ascii;
-    int tails[4] = {next, 0, 0, 0}; // any n bytes that go on with a character
+    int tails[4] = {next, 0, 0, 0}; // k bytes of any value that continue a character
     for (auto [first, last] : plain) {
         for (uint32_t c = first; c <= std::min(last, 0x7Fu); c++) ascii.set(c);
         const uint32_t bounds[] = {0x80, 0x800, 0x10000, LAST_CODE + 1}, leads[] = {0xC0, 0xE0, 0xF0};
@@ -145,7 +145,7 @@ int Grammar::in_copies(int count, int p, const Body& copy) {
         const size_t before = at.size();
         p = copy(p);
         if (i == 0) c.size = (uint32_t)(at.size() - before), c.start = (uint32_t)p;
-        if (c.size == 0) return p; // of nothing
+        if (c.size == 0) return p; // empty
         same = same && at.size() - before == c.size;
     }
     if (count > 1 && same && c.size) copies.push_back(c);
@@ -153,7 +153,7 @@ int Grammar::in_copies(int count, int p, const Body& copy) {
 }
 
 // The characters low .. high, whose UTF-8 has n bytes after the first (base + their upper bits). tails[k]: k bytes
-// of any value, made when they are first needed.
+// of any value, created when first needed.
 void Grammar::utf8(std::vector<int>& starts, uint32_t low, uint32_t high, int n, uint32_t base, int* tails) {
     if (n == 0) {
         starts.push_back(bytes(base + low, base + high, tails[0]));

@@ -1,5 +1,5 @@
-// form/grammar_finish.cpp: a grammar that is complete: which rules may be empty, which positions lead nowhere, in which
-// order rules call each other, which bytes no set tells apart; which positions have the same tokens before them.
+// form/grammar_finish.cpp: completes a grammar: nullable rules, dead positions, the call order of rules, byte classes,
+// and positions that allow the same tokens.
 #include "base/error.h"
 #include "form/grammar.h"
 #include "model/chat_template.h" // in_quotes
@@ -10,7 +10,7 @@ void Grammar::finish() {
     const std::vector<bool> empty = least_fixpoint(false), leads_on = least_fixpoint(true);
     for (Rule& rule : rules) rule.nullable = empty[(size_t)rule.start];
     if (!leads_on[(size_t)rules[0].start]) DIE("nothing matches it");
-    for (size_t p = 0; p < at.size(); p++) // so that every thread that is left can come to an end
+    for (size_t p = 0; p < at.size(); p++) // so that every remaining thread can reach an end
         if (!leads_on[p]) at[p] = {NEVER, 0, 0};
     rank_rules();
     find_classes();
@@ -19,7 +19,7 @@ void Grammar::finish() {
 std::vector<uint32_t> Grammar::alike(size_t longest) const {
     std::vector<uint32_t> like(at.size());
     for (size_t p = 0; p < at.size(); p++) like[p] = (uint32_t)p;
-    for (auto& c : copies) { // (inner ones were noted before outer ones)
+    for (auto& c : copies) { // (inner ones were recorded before outer ones)
         if (c.count <= longest + 1 || passes_empty(c)) continue;
         const size_t from = c.base + longest * c.size;
         for (size_t p = from + c.size; p < c.base + (size_t)c.count * c.size; p++)
@@ -28,7 +28,7 @@ std::vector<uint32_t> Grammar::alike(size_t longest) const {
     return like;
 }
 
-// Can a copy be passed without a byte? (If its first position is the choice to leave it out, that is not meant.)
+// Whether a copy can be passed without a byte. (Apart from skipping it, if its first position makes it optional.)
 bool Grammar::passes_empty(const Copies& c) const {
     uint32_t start = c.start;
     const Position& first = at[start];
@@ -46,7 +46,7 @@ bool Grammar::passes_empty(const Copies& c) const {
     return false;
 }
 
-// The positions from which an end can be reached; without a byte, or (any) with any bytes.
+// The positions from which an end can be reached: without a byte, or (any) with any bytes.
 std::vector<bool> Grammar::least_fixpoint(bool any) const {
     std::vector<std::vector<uint32_t>> users(at.size()), callers(rules.size());
     std::vector<bool> holds(at.size());
@@ -79,7 +79,7 @@ std::vector<bool> Grammar::least_fixpoint(bool any) const {
     return holds;
 }
 
-// Which rules a rule may call before its first byte.
+// The rules that a rule may call before its first byte.
 std::set<int> Grammar::called_first(const Rule& rule) const {
     std::set<int> called;
     std::set<uint32_t> seen;
@@ -118,7 +118,7 @@ void Grammar::rank_rules() {
 
 void Grammar::find_classes() {
     for (auto& set : sets) {
-        std::array<int, 512> part; // of the bytes of a class outside and inside the set
+        std::array<int, 512> part; // new classes: a class's bytes outside the set, and inside
         part.fill(-1);
         classes = 0;
         for (size_t b = 0; b < 256; b++) {

@@ -70,7 +70,7 @@ int JsonRules::by_number(uint32_t unit, int next) { // a unit of UTF-16
     return g.literal("\\u", next);
 }
 
-int JsonRules::spelled(uint32_t c, int next) { // in a string that is given
+int JsonRules::spelled(uint32_t c, int next) { // in a string constant
     std::string text, quoted;
     utf8_append(text, c);
     sj::quote(quoted, text);
@@ -91,7 +91,7 @@ int JsonRules::constant(sj::Value v, int next) {
     };
     if (v.is(sj::String)) return text(v.str(), next);
     if (!v.is_container()) return g.literal(v.raw(), next);
-    std::vector<sj::Member> parts; // of an array: without keys; of a key that comes twice the last
+    std::vector<sj::Member> parts; // of an array: without keys; of a repeated key, the last
     std::map<std::string, size_t> places;
     for (sj::Value item : v.items()) parts.push_back({"", item});
     for (auto [key, value] : v.members()) {
@@ -112,7 +112,7 @@ int JsonRules::rule(const char* name, const std::function<int()>& body) {
     const auto found = known.find(name);
     if (found != known.end()) return found->second;
     const int r = known[name] = g.new_rule(name);
-    const int start = body(); // (which makes more rules)
+    const int start = body(); // (which creates more rules)
     g.rules[(size_t)r].start = start;
     return r;
 }

@@ -1,4 +1,4 @@
-// form/json_rules.h: JSON texts of any kind, as rules of a grammar.
+// form/json_rules.h: JSON texts as rules of a grammar.
 #pragma once
 #include "form/grammar.h"
 #include "sj.h"
@@ -7,7 +7,7 @@
 #include <map>
 #include <string>
 
-// What all JSON texts are made of, as rules of a grammar, each made when it is first called.
+// The building blocks of JSON texts, as rules of a grammar, each created when first called.
 struct JsonRules {
     Grammar& g;
 
@@ -20,10 +20,10 @@ struct JsonRules {
     int array(int next);
     int value(int next);
 
-    // A given value, in each of its spellings: blanks, and characters by their numbers where JSON or ASCII asks for it.
+    // A constant, in each of its spellings: blanks, and characters escaped by number where JSON or ASCII needs it.
     int constant(sj::Value v, int next);
 
-    // A character of a string, also one that is written by its number. (Not half a surrogate pair.)
+    // A character of a string, also escaped by its number. (Not half a surrogate pair.)
     int character(int next, bool by_number);
 
   private:

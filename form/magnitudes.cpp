@@ -37,7 +37,7 @@ int Magnitudes::start() {
     return grammar.any_of(starts);
 }
 
-// One more digit. at_low, at_high: those before it are the bound's.
+// One more digit. at_low, at_high: all earlier digits equal the bound's.
 int Magnitudes::digit(char from, char to, bool at_low, bool at_high, const std::function<int(bool, bool)>& rest) {
     std::map<std::pair<bool, bool>, ByteSet> ways;
     for (char d = from; d <= to; d++) ways[{at_low && d == from, at_high && d == to}].set((uint8_t)d);
@@ -55,7 +55,7 @@ int Magnitudes::whole(size_t n, size_t i, bool at_low, bool at_high) {
     return made[{0, i, at_low, at_high}] = p;
 }
 
-int Magnitudes::fraction(size_t i, bool at_low, bool at_high) { // i digits of it are there
+int Magnitudes::fraction(size_t i, bool at_low, bool at_high) { // i digits of it are written
     const auto [known, fresh] = made.try_emplace({1, i, at_low, at_high}, 0);
     if (!fresh) return known->second;
     std::vector<int> starts;

@@ -11,7 +11,7 @@
 // Decimal digits of a number, without an exponent.
 struct Decimal {
     bool negative = false;
-    std::string whole = "0", fraction; // no zeros at the outer ends
+    std::string whole = "0", fraction; // without outer zeros
 
     static Decimal read(sj::Value v, const std::string& keyword);
     bool zero() const { return whole == "0" && fraction.empty(); }
@@ -19,12 +19,12 @@ struct Decimal {
 
 // The digits of all numbers from low to high, both without their signs.
 struct Magnitudes {
-    static constexpr size_t DIGITS = 15; // a double tells all numbers of so many apart
+    static constexpr size_t DIGITS = 15; // a double distinguishes all numbers of this length
 
     Grammar& grammar;
     int next;
     Decimal low, high;
-    bool low_in, high_in, bounded; // whether the bounds themselves are meant; whether there is an upper one
+    bool low_in, high_in, bounded; // whether the bounds are included; whether there is an upper one
     bool integer;
     size_t places = 0;
     std::map<std::array<size_t, 4>, int> made{};

@@ -1,12 +1,12 @@
-// form/masks.cpp: which tokens may come next, by walks over the tries of the vocabulary; see automaton.h.
+// form/masks.cpp: finds the allowed tokens by walks over the vocabulary's tries; see automaton.h.
 #include "form/automaton.h"
 #include <algorithm>
 #include <array>
 #include <functional>
 #include <set>
 
-// Allows the tokens below node n that lead somewhere from the state. How far it gets does not depend on what was
-// made before: it counts what it passes for the first time, made or not.
+// Allows the tokens below node n that the state accepts. The limits do not depend on earlier walks: every edge counts
+// on its first visit in this walk, whether it existed or not.
 template <class F> void Automaton::walk(const TokenTrie& trie, uint32_t n, int state, Mask& bits, F on_return) {
     const size_t C = (size_t)grammar.classes;
     const TokenTrie::Node* const nodes = trie.nodes.data();
@@ -71,7 +71,7 @@ std::shared_ptr<Automaton::Mask> Automaton::make_mask(int state) {
         for (size_t w = 0; local->words && w < vocabulary->words(); w++) (*mask)[w] |= (*local->words)[w];
         for (auto [w, bits] : local->bits) (*mask)[w] |= bits;
         walks++, work = steps = 0;
-        std::vector<int> after; // where one is who has returned from the node
+        std::vector<int> after; // positions behind a return from the node
         for (int node : known[k]) after.push_back(returned(node));
         for (auto [n, i] : local->returns)
             walk(vocabulary->tries[k], n, after[(size_t)i], *mask, [](uint32_t, int) {});
@@ -79,7 +79,7 @@ std::shared_ptr<Automaton::Mask> Automaton::make_mask(int state) {
     return mask;
 }
 
-// The state with UNKNOWN nodes, in the order of their first use. If there are too many: the state itself.
+// The state with UNKNOWN in place of its nodes, in the order of first use. If there are too many: the state itself.
 int Automaton::form_of(int state, const std::vector<uint32_t>& like, std::vector<int>& known) {
     std::vector<uint64_t> threads;
     for (const uint64_t* t = states.begin(state); t != states.end(state); t++)
@@ -103,7 +103,7 @@ int Automaton::returned(int node) {
     return settle(todo, true);
 }
 
-// First the tokens of one byte, which there are for every byte, so that something is allowed in any case.
+// First the tokens of one byte, which exist for every byte, so that some token is allowed in any case.
 void Automaton::make_local(Local& local, Vocabulary::Kind kind, int form) {
     const TokenTrie& trie = vocabulary->tries[kind];
     if (kind == Vocabulary::WORDS)
@@ -131,7 +131,7 @@ void Automaton::make_local(Local& local, Vocabulary::Kind kind, int form) {
     local.bits.shrink_to_fit();
 }
 
-// If words of n characters may follow whatever they are, and no longer ones: n. (SHORT: any number.) Else -1.
+// If any n characters of words may follow, but no more: n. (SHORT: any number.) Otherwise -1.
 int Automaton::free_characters(int state) {
     for (int n = 0; n <= (int)Vocabulary::SHORT; n++) {
         if (n == (int)Vocabulary::SHORT) return n;
@@ -146,7 +146,7 @@ int Automaton::free_characters(int state) {
     return -1;
 }
 
-// Where all characters of words lead from a state. 0: not to the same; `some`: of them lead anywhere.
+// The state behind any character of words. 0: it depends on the character; `some`: some character is accepted.
 int Automaton::after_any_character(int state, bool* some) {
     struct Lead { int first, last, low, high, more; }; // bounds of the second byte; how many bytes follow it
     static const Lead LEADS[] = {{0xC2, 0xDF, 0x80, 0xBF, 0}, {0xE0, 0xE0, 0xA0, 0xBF, 1},

@@ -1,4 +1,4 @@
-// form/matcher.cpp: an answer's steps through its automaton, see matcher.h.
+// form/matcher.cpp: an answer's path through its automaton, see matcher.h.
 #include "form/matcher.h"
 
 Matcher::Matcher(std::shared_ptr<Automaton> a) : automaton(std::move(a)) {
@@ -39,7 +39,7 @@ std::string Matcher::forced(size_t most, bool* over) const {
         const int byte = automaton->only_byte(ahead.state);
         if (byte < 0 || byte == (uint8_t)ADDED_TOKEN) break;
         ahead.state = automaton->next(ahead.state, (uint8_t)byte);
-        if (ahead.state == 0) break; // (its limits)
+        if (ahead.state == 0) break; // (limits reached)
         text += (char)byte;
         if (automaton->bytes() > automaton->limit()) automaton->collect();
     }
@@ -50,7 +50,7 @@ std::string Matcher::forced(size_t most, bool* over) const {
 std::shared_ptr<const Automaton::Mask> Matcher::mask() {
     std::lock_guard lock(automaton->mutex);
     auto bits = automaton->mask(state);
-    if (automaton->bytes() > automaton->limit()) automaton->collect(); // (a walk may make many states)
+    if (automaton->bytes() > automaton->limit()) automaton->collect(); // (a walk may create many states)
     return bits;
 }
 

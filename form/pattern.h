@@ -1,5 +1,5 @@
 // form/pattern.h: sets of characters, and patterns over characters and rules. The readers of regular expressions and of
-// GBNF make them, a Grammar is made of them.
+// GBNF create patterns; a Grammar is made of them.
 #pragma once
 #include <cstdint>
 #include <utility>
@@ -8,12 +8,12 @@
 using Codes = std::vector<std::pair<uint32_t, uint32_t>>; // code points: ranges, first and last
 constexpr uint32_t LAST_CODE = 0x10FFFF;
 
-// In order, without overlaps.
+// Sorted, without overlaps.
 Codes tidy(Codes c);
 Codes complement(const Codes& c);
 Codes without(const Codes& a, const Codes& b);
 
-// A pattern over characters and rules: what regular expressions and GBNF are read into.
+// A pattern over characters and rules: the parsed form of regular expressions and GBNF.
 struct Pattern {
     enum Kind { CHARACTER, SEQUENCE, CHOICE, REPEAT, CALL, BEGIN, END } kind = SEQUENCE;
     std::vector<Pattern> parts{};

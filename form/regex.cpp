@@ -7,8 +7,8 @@
 
 namespace {
 
-// A class of characters: those that it has in JavaScript, Python and RE2, and those that it has in one of them. What a
-// negated class has in all of them is what the class has in none.
+// A class of characters: those in it in JavaScript, Python and RE2, and those in it in only some of them. A negated
+// class contains in all three the characters that the class contains in none.
 struct Class {
     Codes sure, possible;
 
@@ -16,7 +16,7 @@ struct Class {
     Class negated() const { return {complement(possible), complement(sure)}; }
 };
 
-// Unicode 15: where ten decimal digits begin, which are \d in Python.
+// Unicode 15: the first of each ten decimal digits, which are \d in Python.
 constexpr uint32_t DIGITS[] = {
     0x660, 0x6F0, 0x7C0, 0x966, 0x9E6, 0xA66, 0xAE6, 0xB66, 0xBE6, 0xC66, 0xCE6, 0xD66, 0xDE6, 0xE50, 0xED0, 0xF20,
     0x1040, 0x1090, 0x17E0, 0x1810, 0x1946, 0x19D0, 0x1A80, 0x1A90, 0x1B50, 0x1BB0, 0x1C40, 0x1C50, 0xA620, 0xA8D0,
@@ -24,8 +24,8 @@ constexpr uint32_t DIGITS[] = {
     0x114D0, 0x11650, 0x116C0, 0x11730, 0x118E0, 0x11950, 0x11C50, 0x11D50, 0x11DA0, 0x11F50, 0x16A60, 0x16AC0,
     0x16B50, 0x1D7CE, 0x1D7D8, 0x1D7E2, 0x1D7EC, 0x1D7F6, 0x1E140, 0x1E2F0, 0x1E4F0, 0x1E950, 0x1FBF0};
 
-// Reads the part that JavaScript, Python and RE2 agree on: characters, classes, groups, | * + ? {m,n}, and ^ and $ at
-// the two ends. What looks around, back or is greedy in its own way is refused by name.
+// Reads the common subset of JavaScript, Python and RE2: characters, classes, groups, | * + ? {m,n}, and ^ and $ at
+// the two ends. Lookaround, backreferences and possessive quantifiers are refused by name.
 struct RegexReader : PatternReader {
     RegexReader(Grammar& g, std::string_view pattern) : PatternReader(g, pattern, "regex") {}
 
@@ -37,7 +37,7 @@ struct RegexReader : PatternReader {
         for (uint32_t first : DIGITS) c.possible.push_back({first, first + 9});
         return c;
     }
-    // Beyond ASCII Python has letters, marks and numbers of all scripts: anything but these blocks of signs.
+    // Beyond ASCII, Python's \w covers letters, marks and numbers of all scripts: anything but these blocks of signs.
     static Class word() {
         static const Codes SIGNS = {{0, '/'}, {':', '@'}, {'[', '^'}, {'`', '`'}, {'{', 0xA9}, {0x2010, 0x2029},
             {0x2030, 0x203E}, {0x2041, 0x2053}, {0x2190, 0x2426}, {0x2500, 0x2775}, {0x2794, 0x2B73}, {0x3001, 0x3003},
@@ -107,7 +107,7 @@ struct RegexReader : PatternReader {
             if (*most >= 0 && *most < *least) fail("a repetition whose bounds are the wrong way round");
         } else return false;
         if (peek() == '+') fail("possessive repetitions are not supported");
-        accept('?'); // lazy: the same texts
+        accept('?'); // lazy: matches the same texts
         return true;
     }
 
@@ -147,7 +147,7 @@ struct RegexReader : PatternReader {
         if (!more()) fail("a \\ at the end");
         const uint32_t c = code();
         auto one = [](uint32_t c) { return Class::of({{c, c}}); };
-        if (strchr("dDwWsS", (int)std::min(c, 0x7Fu))) grammar.spend(8, 1024); // (of DEL there is none)
+        if (strchr("dDwWsS", (int)std::min(c, 0x7Fu))) grammar.spend(8, 1024); // (DEL is no class)
         switch (c) {
         case 'd': return digits();
         case 'D': return digits().negated();

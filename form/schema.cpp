@@ -1,5 +1,5 @@
-// form/schema.cpp: the texts that a schema allows, as positions of a grammar; see schema.h. schema_keywords.cpp finds
-// the keywords that hold for a value.
+// form/schema.cpp: the texts that a schema allows, as positions of a grammar; see schema.h. schema_keywords.cpp
+// collects the keywords that apply to a value.
 #include "form/schema.h"
 #include "base/error.h"
 #include "form/json_rules.h"
@@ -23,7 +23,7 @@ int SchemaReader::read(int next) {
 }
 
 // ---- From schemas to positions
-// Whether there may be schemas in it: then it is a rule of its own.
+// Whether the keyword's value may contain schemas: then it becomes a rule.
 static bool has_schemas(const std::string& word) {
     static const std::set<std::string> all = {"$ref", "allOf", "anyOf", "oneOf", "properties", "additionalProperties",
                                               "items", "prefixItems", "additionalItems"};
@@ -89,7 +89,7 @@ int SchemaReader::choice(Keywords k, int next) {
                        !k.types;
     std::vector<int> starts;
     std::vector<Distinction> branches;
-    std::map<std::string, int> numbers; // of texts, for distinctions
+    std::map<std::string, int> numbers; // numbers of texts, for distinctions
     for (sj::Value part : list.items()) {
         if (alone && word == "anyOf") {
             starts.push_back(schema(part, next));
@@ -201,7 +201,7 @@ int SchemaReader::array(const Keywords& k, int next) {
         return rest ? g.call(rule_for(rest), p) : json.value(p);
     };
     auto another = [&](int i, int p) { return g.literal(",", json.space(item(i, p))); };
-    // From the end: after how many items one is, and what may follow.
+    // From the end: the position after each number of items, and what may follow.
     const int fixed = std::max(n, 1);
     const bool more_than_fixed = open && (most < 0 || most > fixed);
     int after = least > fixed ? g.never() : end;
@@ -216,17 +216,17 @@ int SchemaReader::array(const Keywords& k, int next) {
     return g.literal("[", json.space(after));
 }
 
-// A property's name that is none of k's and of these, in quotes: of characters that need no escape.
+// The name of a property, in quotes, other than k's and these: of characters that need no escape.
 int SchemaReader::other_name(const Keywords& k, const std::vector<std::string_view>& more, int next) {
     static const Codes ESCAPED = {{0, 0x1F}, {'"', '"'}, {'\\', '\\'}}, PLAIN = complement(ESCAPED);
     const int quote = g.literal("\"", next);
     const int any = g.repeat([&](int p) { return g.character(PLAIN, p, RAW); }, 0, -1, quote);
-    struct Begun { // a beginning of names
+    struct Begun { // a prefix of names
         std::map<uint32_t, size_t> on{}; // by the next character
         bool is_name = false;
         int start = 0;
     };
-    std::vector<Begun> begun(1); // each after those that it goes on
+    std::vector<Begun> begun(1); // each after its own prefixes
     auto add = [&](std::string_view name) {
         size_t at = 0;
         for (const char* p = name.data(); p < name.data() + name.size();) {
@@ -272,7 +272,7 @@ int SchemaReader::object(const Keywords& k, int next) {
             properties.push_back({name, {}}), unlisted.push_back(name);
         }
 
-    // From the end. `begun`, `fresh`: where one is after some of the properties, and after none.
+    // From the end. `begun`, `fresh`: the position after at least one property, and after none.
     const int end = json.space(g.literal("}", next));
     int begun = end, fresh = end;
     if (open) {

@@ -1,5 +1,5 @@
-// form/schema_keywords.cpp: the keywords that hold for a value. References and allOf are put together; a keyword that
-// is not supported is refused by its name.
+// form/schema_keywords.cpp: collects the keywords that apply to a value. Merges references and allOf; an unsupported
+// keyword is refused by its name.
 #include "base/error.h"
 #include "form/schema_reader.h"
 #include "model/chat_template.h" // in_quotes
@@ -17,7 +17,7 @@ sj::Value Keywords::property(std::string_view name) const {
     return found == places.end() ? sj::Value{} : properties[found->second].second;
 }
 
-size_t Keywords::bytes() const { // that a copy takes, about
+size_t Keywords::bytes() const { // approximate size of a copy
     return sizeof *this + 128 * words.size() + 112 * properties.size() + 64 * (choices.size() + required.size()) +
            48 * (of_objects.size() + of_arrays.size()) + 512;
 }
@@ -44,8 +44,8 @@ static bool is_known(const std::string& word) {
     return all.count(word);
 }
 
-// ---- Which schema it is
-// One step of a pointer. An object's members are read once, however many go through it.
+// ---- Which schema applies
+// One step of a JSON pointer. An object's members are read once, however many pointers pass through it.
 sj::Value SchemaReader::member(sj::Value v, const std::string& step) {
     if (v.is(sj::Array)) {
         const size_t i = strtoul(step.c_str(), nullptr, 10);
@@ -138,7 +138,7 @@ static void gather_types(sj::Value value, Keywords& k) {
     };
     if (value.is(sj::Array)) for (sj::Value one : value.items()) add(one);
     else add(value);
-    if (k.types) { // both
+    if (k.types) { // intersection
         std::set<std::string> both;
         for (auto& t : types) {
             if (k.types->count(t) || (t == "integer" && k.types->count("number"))) both.insert(t);
@@ -154,7 +154,7 @@ static void check_names(const Keywords& k, size_t most) {
     if (k.properties.size() > most || k.required.size() > most) DIE("the schema is too large: too many properties");
 }
 
-// Where a name comes twice within one object its last schema holds.
+// Of a name repeated within one object, the last schema applies.
 void SchemaReader::gather_properties(sj::Value value, sj::Value owner, Keywords& k) {
     if (!value.is(sj::Object)) DIE("properties must be an object");
     k.with_properties = true;

@@ -1,5 +1,5 @@
-// form/schema_reader.h: a JSON schema as positions of a grammar. schema_keywords.cpp finds the keywords that hold for a
-// value, schema.cpp makes the texts that they allow.
+// form/schema_reader.h: compiles a JSON schema to positions of a grammar. schema_keywords.cpp collects the keywords
+// that apply to a value, schema.cpp builds the texts that they allow.
 #pragma once
 #include "form/grammar.h"
 #include "form/json_rules.h"
@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-// The keywords of a schema, together with those of the schemas that it refers to and of its allOf. Names of properties
-// are the reader's.
+// The keywords of a schema, merged with those of the schemas that it refers to and of its allOf. Names of properties
+// are stored in the reader.
 struct Keywords {
     std::map<std::string, sj::Value> words{};
     std::vector<std::pair<std::string_view, sj::Value>> properties{}; // name and schema
@@ -25,27 +25,27 @@ struct Keywords {
     std::set<std::string_view> required{};
     std::optional<std::set<std::string>> types{};
     bool with_properties = false;
-    std::set<const sj::Node*> of_objects{}, of_arrays{}; // the schemas that say what else may be in one
+    std::set<const sj::Node*> of_objects{}, of_arrays{}; // the schemas that define additional members
 
     sj::Value operator[](const char* word) const;
     sj::Value property(std::string_view name) const;
     size_t bytes() const;
 };
 
-// The marks of a branch of oneOf: texts that its value must be one of, its types, and such texts of the
-// properties that it must have.
+// Distinguishes a branch of oneOf: the texts that its value is one of, its types, and such texts of its required
+// properties.
 struct Distinction {
-    using Texts = std::vector<int>; // numbers of texts, in order
+    using Texts = std::vector<int>; // numbers of texts, sorted
     Texts values{};
-    unsigned types = 0; // a bit each; 0: none is given
+    unsigned types = 0; // one bit per type; 0: none given
     bool object = false;
     std::map<std::string_view, Texts> constants{};
 };
 
-// Throws Error: a keyword that is not supported, a schema that is too large.
+// Throws Error: an unsupported keyword, or a schema that is too large.
 //
-// The depth of its recursion is bounded by constants: a schema within another one that may again have schemas in it
-// becomes a rule, and rules are read one after the other.
+// Recursion depth is bounded by constants: a nested schema that may itself contain schemas becomes a rule, and rules
+// are read one after the other.
 struct SchemaReader {
     Grammar& g;
     JsonRules& json;
@@ -53,14 +53,14 @@ struct SchemaReader {
 
     SchemaReader(JsonRules& rules, sj::Value schema) : g(rules.g), json(rules), root(schema) {}
 
-    int read(int next); // the position where a value that the schema allows begins
+    int read(int next); // returns the position where an allowed value begins
 
   private:
     using Members = std::unordered_map<std::string, sj::Value>;
     std::unordered_map<const sj::Node*, int> rule_of;
     std::vector<std::pair<int, sj::Value>> pending;
     std::unordered_map<const sj::Node*, sj::Value> resolved;  // by the string of a $ref
-    std::unordered_map<const sj::Node*, Members> members_of;  // objects on the way to them
+    std::unordered_map<const sj::Node*, Members> members_of;  // objects on the paths to them
     std::set<std::string, std::less<>> names;
     int merges = 0, choosing = 0;
     static constexpr int MAX_MERGES = 10000, MAX_CHOOSING = 64;

@@ -30,8 +30,8 @@ std::vector<Tool> read_tools(sj::Value list) {
 
 static const char* const ARGUMENTS = "\", \"arguments\": "; // after the name
 
-// What stands between the markers of a call, and the second one. all: everyone's arguments keep to their schema, not
-// only those of the strict.
+// The text between the markers of a call, and the closing marker. all: the arguments of every tool follow their
+// schema, not only those of strict tools.
 static int call_body(JsonRules& json, const std::vector<Tool>& tools, bool all, int next) {
     Grammar& g = json.g;
     const int end = g.literal(std::string("}\n") + ADDED_TOKEN + CALL_CLOSE, next);
@@ -78,7 +78,7 @@ void CallText::tell(std::vector<CallPart>& parts) {
     }
     if (text.size() < told + tail.size()) return;
     size_t n = text.size() - told - tail.size(); // the tail may be the call's end
-    while (n > 0 && ((uint8_t)text[told + n] & 0xC0) == 0x80) n--; // whole characters
+    while (n > 0 && ((uint8_t)text[told + n] & 0xC0) == 0x80) n--; // cut between characters
     if (n) parts.push_back({"", text.substr(told, n)});
     told += n;
 }

@@ -1,4 +1,4 @@
-// search/document_files.cpp: a folder is listed, its files are read and cut into passages; see document_files.h.
+// search/document_files.cpp: lists a folder, reads its files and cuts them into passages; see document_files.h.
 #include "search/document_files.h"
 #include "base/options.h" // interrupted
 #include "model/utf8.h"
@@ -37,7 +37,7 @@ std::vector<DocumentFile> list_files(const std::string& root, const std::string&
                                      size_t most) {
     std::vector<DocumentFile> files;
     std::vector<std::string> folders = {""};
-    std::string odd; // the first of what is neither file nor folder, or cannot be looked at
+    std::string odd; // the first entry that is neither file nor folder, or cannot be read
     size_t count = 0;
     while (!folders.empty()) {
         if (interrupted) DIE("interrupted");
@@ -84,11 +84,11 @@ void DocumentText::read(const std::string& path) {
 
 void DocumentText::cut() {
     const std::string_view book = text;
-    const size_t mark = book.substr(0, 3) == "\xEF\xBB\xBF" ? 3 : 0; // of byte order
+    const size_t mark = book.substr(0, 3) == "\xEF\xBB\xBF" ? 3 : 0; // byte order mark
     for (const Chunk& c : cut_chunks(book.substr(mark), PASSAGES)) {
         size_t begin = c.body + mark;
         const size_t end = c.end + mark;
-        for (;;) { // a long fence is cut after a line; no step looks further than one passage
+        for (;;) { // cuts a long fence at line ends; each step looks at one passage only
             size_t cut = begin;
             for (size_t n = 0; n < PASSAGES.most && cut < end; n++) cut = next_character(book, cut + 1);
             if (cut >= end) break;
@@ -110,14 +110,14 @@ void DocumentText::add(size_t begin, size_t end, const std::string& heading) {
 }
 
 void DocumentText::read_once(const std::string& path) {
-    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // NONBLOCK: a FIFO must not hang us
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK); // NONBLOCK: opening a FIFO must not block
     struct stat st, after;
     file.fault = Index::UNREADABLE;
     if (fd < 0) return;
     if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) {
         file.size = (uint64_t)st.st_size, file.time = time_of(st);
         file.fault = file.size > MOST ? Index::TOO_LARGE : Index::FINE;
-        text.resize(std::min<uint64_t>(file.size, 8192)); // which tells most binaries
+        text.resize(std::min<uint64_t>(file.size, 8192)); // enough to detect most binaries
         if (file.fault == Index::FINE && !fill(fd, 0)) file.fault = Index::CHANGING;
         if (file.fault == Index::FINE && memchr(text.data(), 0, text.size())) file.fault = Index::BINARY;
         const size_t from = text.size();

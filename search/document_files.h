@@ -1,6 +1,6 @@
-// search/document_files.h: the files of a folder of documents: which there are, their text, why some are left out.
+// search/document_files.h: the files of a folder of documents: their list, their text, and why some are left out.
 //
-// Nothing that lies in a folder can end the program. Limits: files of 1 GB and 2^24 lines; 2^20 files.
+// No file in the folder can end the program. Limits: files of 1 GB and 2^24 lines; 2^20 files.
 #pragma once
 #include "book/chunks.h"
 #include "search/index.h"
@@ -15,40 +15,40 @@
 
 using Tell = std::function<void(const std::string&)>; // a line for the user
 
-// Passages are sections, cut where they are longer than `most` characters: four of them and an answer fit 4,096 tokens.
+// Passages are sections, cut if longer than `most` characters: four of them and an answer fit into 4,096 tokens.
 inline const ChunkSizes PASSAGES = {1200, 200, 0, 120};
 
 struct DocumentFile {
-    std::string name; // below the folder
+    std::string name; // relative to the folder
     uint64_t size;
     int64_t time;
 };
 int64_t time_of(const struct stat& st);
 
-// Where the vectors of an index lie, by model: who tries another one finds those of the first again.
+// The path of an index's vectors for a model: after a trial of another model, the first one's vectors are still there.
 std::string vectors_path(const std::string& index, uint64_t model);
-// Whether a path is that of an index, or of vectors of it: INDEX.HASH.vectors, maybe .partial.
+// Whether a path is an index's, or that of its vectors: INDEX.HASH.vectors, possibly with .partial.
 bool is_of_index(const std::string& path, const std::string& index);
-// ... or of such a file that is being written: then .tmp, digits and the like.
+// ... or such a file while it is written: with .tmp, digits and the like.
 bool is_temporary(const std::string& path, const std::string& index);
 
-// The regular files of a folder and of those in it, by name. Not those whose name begins with a dot. Symbolic links are
-// not followed, so there is no circle, and no way out of the folder. `index` is no document, should it lie there.
+// The regular files of a folder and its subfolders, sorted by name. Names that begin with a dot are skipped. Symbolic
+// links are not followed, so that no loop and no way out of the folder exists. `index` is skipped, should it lie there.
 std::vector<DocumentFile> list_files(const std::string& root, const std::string& index, const Tell& tell,
                                      size_t most = 1 << 20);
 
-// A file as it is read.
+// A file's text and passages.
 struct DocumentText {
     using Index = DocumentIndex;
     static constexpr uint64_t MOST = 1 << 30;
-    static constexpr ptrdiff_t MOST_LINES = 1 << 24; // to cut them takes some 40 bytes each
+    static constexpr ptrdiff_t MOST_LINES = 1 << 24; // cutting takes some 40 bytes per line
     Index::File file{}; // without name and passages
     std::string text;
-    size_t fault_at = 0; // of NOT_UTF8: the byte
+    size_t fault_at = 0; // for NOT_UTF8: the byte
     std::vector<Chunk> chunks;
-    std::vector<uint32_t> lines; // where they begin
+    std::vector<uint32_t> lines; // offsets of line beginnings
 
-    // One that is written to at the same time is read again, up to three times.
+    // A file that is written to meanwhile is read again, up to three times.
     void read(const std::string& path);
     void cut();
 
@@ -60,7 +60,7 @@ struct DocumentText {
     bool fill(int fd, size_t at);
 };
 
-// Why files were left out: how many for each reason, and the first of them.
+// Why files were left out: the number for each reason, and the first file.
 struct LeftOut {
     std::array<size_t, DocumentIndex::FAULTS> count{};
     std::array<std::string, DocumentIndex::FAULTS> first{};

@@ -1,4 +1,4 @@
-// search/document_options.cpp: the options of --docs in a program's table, see document_options.h.
+// search/document_options.cpp: the --docs options in a program's table, see document_options.h.
 #include "search/document_options.h"
 #include "base/error.h"
 #include <utility>

@@ -1,4 +1,4 @@
-// search/documents.cpp: a folder is opened, a question looked up; see documents.h.
+// search/documents.cpp: opens a folder and searches it; see documents.h.
 #include "search/documents.h"
 #include "base/error.h"
 #include "base/file.h"
@@ -14,7 +14,7 @@ std::string name_of(const Source& s) {
     return format("%s:%u%s%s", s.file.c_str(), s.line, s.heading.empty() ? "" : ", ", s.heading.c_str());
 }
 
-static std::string beside_its_folder(const std::string& path) { // a real path, whether the file is there or not
+static std::string beside_its_folder(const std::string& path) { // a real path, whether the file exists or not
     const size_t slash = path.rfind('/');
     return real_path(slash == path.npos ? "." : path.substr(0, slash + 1)) + "/" + path.substr(slash + 1);
 }
@@ -43,7 +43,7 @@ Documents::Documents(const DocumentOptions& o, const Tell& tell, const DocumentM
 std::vector<Source> Documents::find(std::string_view question, std::string_view before) const {
     using Hit = DocumentIndex::Hit;
     WordCounts words;
-    std::string text; // what is looked up
+    std::string text; // the text to search for
     for (std::string_view asked : {question, before}) {
         if (!words.empty()) break;
         text.clear();
@@ -74,7 +74,7 @@ std::vector<Source> Documents::find(std::string_view question, std::string_view 
 uint64_t Documents::hash() const {
     uint64_t sum = index->header().made_by + options.passages;
     if (models.vectors) sum += models.vectors->hash();
-    if (models.ranks) sum += 3 * models.ranks->hash(); // (one model may be both)
+    if (models.ranks) sum += 3 * models.ranks->hash(); // (one model may serve as both)
     for (uint64_t i = 0; i < index->header().files; i++) {
         const DocumentIndex::File& f = index->file_at(i);
         if (f.fault == DocumentIndex::FINE) sum += fnv1a(index->name_of(f), f.hash);

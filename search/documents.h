@@ -1,7 +1,7 @@
-// search/documents.h: passages of a folder of documents that answer a question. Its index is kept up to date
-// (index_update.h); grounding.h makes a prompt of what is found.
+// search/documents.h: finds passages of a folder of documents that answer a question. Its index is kept up to date
+// (index_update.h); grounding.h makes a prompt of the passages.
 //
-//   const Documents docs({"notes", "", 4}, tell);             // makes the index, or brings the one there is up to date
+//   const Documents docs({"notes", "", 4}, tell);             // creates the index, or updates the existing one
 //   std::vector<Source> sources = docs.find("什么是 warp？");
 //   std::string asked = grounded("什么是 warp？", sources, room, measure);  // instruction, passages, question
 #pragma once
@@ -18,7 +18,7 @@
 #include <string_view>
 #include <vector>
 
-// A passage that was found.
+// A passage found.
 struct Source {
     std::string file, heading, text;
     uint32_t line;
@@ -32,19 +32,19 @@ struct Documents {
 
     Documents(const DocumentOptions& o, const Tell& tell, const DocumentModels& with = {});
 
-    // The best passages for a question. One that has no word of its own ("Why?") is looked up as the one before it.
-    // Words alone find nothing if the best passage is not about the question. With vectors two rankings are joined: by
-    // words, and by the vectors' products. A reranker orders the first of them. Throws IndexFault if the
+    // The best passages for a question. A question without words of its own ("Why?") is searched for as the one before.
+    // Words alone find nothing if the best passage is not about the question. With vectors, two rankings are merged: by
+    // words, and by the vectors' products. A reranker reorders the top of the result. Throws IndexFault if the
     // postings are damaged.
     std::vector<Source> find(std::string_view question, std::string_view before = "") const;
 
-    // Names what answers depend on: all files that are used, in whatever order, and how much of them is shown.
+    // A hash of everything answers depend on: all files used, in any order, and how much of them is shown.
     uint64_t hash() const;
 
   private:
-    static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are looked up: each word costs time
-    static constexpr size_t DEPTH = 1000; // of rankings that are joined: a later passage would get less than 1 / 1,060
-    static constexpr size_t RANKED = 20;  // passages that a reranker reads: as many prompts
+    static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are searched for: each word costs time
+    static constexpr size_t DEPTH = 1000; // of the merged rankings: a later passage would get less than 1 / 1,060
+    static constexpr size_t RANKED = 20;  // passages given to a reranker, one prompt each
     const DocumentModels models;
     const Jieba jieba;
     std::unique_ptr<DocumentIndex> index;

@@ -1,4 +1,4 @@
-// search/embed.cpp: texts as an embedding model is shown them, and its vectors; see embed.h.
+// search/embed.cpp: the input texts of an embedding model, and its vectors; see embed.h.
 #include "search/embed.h"
 #include "base/error.h"
 #include "base/file.h"
@@ -34,7 +34,7 @@ std::vector<int> embedding_ids(const Tokenizer& t, std::string_view text, size_t
 
 bool says_it_embeds(const ModelFile& file) {
     struct Json {
-        MappedFile file; // what the values are read from
+        MappedFile file; // holds the text of the values
         sj::Doc doc;
         explicit Json(const std::string& path) : file(path) {
             const std::string fault = sj::parse(doc, file.text());

@@ -1,4 +1,4 @@
-// search/embedder.cpp: batches of texts are packed and computed; see embedder.h.
+// search/embedder.cpp: packs texts into batches and computes them; see embedder.h.
 #include "qwen3.cu"
 #include "search/embedder.h"
 #include "base/error.h"
@@ -43,7 +43,7 @@ void Embedder<T>::run(const std::vector<std::vector<int>>& texts, const volatile
     }
 }
 
-// Text 0 of a batch, which may be going on, has the first max_pages pages; the others have what they need.
+// Text 0 of a batch, which may be a continued one, uses the first max_pages pages; the others have what they need.
 template <class T> void Embedder<T>::plan() {
     cache.plan(arena, config, (size_t)max_pages + (size_t)chunk / PAGE + MOST);
     activations.plan(arena, config, chunk, !ctx.gpu);
@@ -53,7 +53,7 @@ template <class T> void Embedder<T>::plan() {
     if constexpr (HAS_GPU<T>) if (ctx.gpu) plan_scratch(ctx, arena, config, chunk, 0, 1, 0);
 }
 
-// One batch from texts[next] on, of which `done` tokens are computed. Both move on.
+// Computes one batch from texts[next] on, of which `done` tokens are computed; advances both.
 template <class T>
 auto Embedder<T>::compute(const std::vector<std::vector<int>>& texts, size_t& next, size_t& done,
                           const volatile sig_atomic_t* stop) -> std::vector<Last> {

@@ -8,24 +8,24 @@
 #include <string>
 #include <vector>
 
-// Texts are packed into batches of `chunk` tokens, whole; only one that is longer than a batch is cut, and goes through
-// several. On a CPU a text's numbers do not depend on those beside it.
+// Packs whole texts into batches of `chunk` tokens. Only a text longer than a batch is cut, and takes several batches.
+// On a CPU a text's numbers do not depend on its neighbours.
 template <class T> struct Embedder {
     static constexpr int MOST = 256; // texts in a batch
     Context ctx;
     const Config& config;
     const Weights<T>& weights;
-    const int capacity; // tokens of a text
+    const int capacity; // most tokens of a text
 
     Embedder(const Config& c, const Weights<T>& w, int longest, const Context& where);
     Embedder(const Embedder&) = delete;
 
     using Each = std::function<void(size_t i, const std::vector<float>& hidden)>;
-    // f(i, hidden) for every text in turn, each of 1 .. capacity ids. Stops early when *stop becomes non-zero.
+    // Calls f(i, hidden) for every text in order, each of 1 .. capacity ids. Stops early when *stop becomes non-zero.
     void run(const std::vector<std::vector<int>>& texts, const volatile sig_atomic_t* stop, const Each& f);
 
   private:
-    struct Last { size_t text; int row; }; // where a text ends in a batch
+    struct Last { size_t text; int row; }; // the end of a text in a batch
     int chunk, max_pages;
     Arena arena;
     Activations<T> activations;
@@ -38,7 +38,7 @@ template <class T> struct Embedder {
                               const volatile sig_atomic_t* stop);
 };
 
-// The vectors of documents; or, with a task, of queries.
+// The vectors of documents; with a task, of queries.
 template <class T>
 std::vector<std::vector<float>> embed_texts(Embedder<T>& model, const Tokenizer& tokenizer,
                                             const std::vector<std::string>& texts, const std::string& task = "");

@@ -1,4 +1,4 @@
-// search/grounding.cpp: instruction, passages and question; see grounding.h.
+// search/grounding.cpp: joins instruction, passages and question; see grounding.h.
 #include "search/grounding.h"
 #include "base/error.h"
 #include "book/chunks.h"
@@ -7,7 +7,7 @@
 
 bool is_chinese(std::string_view text) {
     size_t han = 0, latin = 0;
-    bool inside = false; // of a word
+    bool inside = false; // inside a word
     for (char32_t c : decode(text)) {
         han += is_cjk(c);
         latin += is_latin(c) && !inside;

@@ -1,4 +1,4 @@
-// search/hybrid.cpp: a model of vectors and one of ranks, each loaded once and asked by any thread; see hybrid.h.
+// search/hybrid.cpp: an embedding model and a reranker, each loaded once and shared by all threads; see hybrid.h.
 #include "search/hybrid.h"
 #include "base/file.h" // fnv1a
 #include "model/device.h"
@@ -20,19 +20,19 @@
 
 namespace {
 
-// A model that is asked now and then, by any thread; one at a time has its answer.
+// A model for occasional calls from any thread; one call runs at a time.
 template <class T> struct KeptModel {
-    static constexpr int MOST = 2048; // tokens of a text; what is longer is cut. A passage has 1,200 characters at most
+    static constexpr int MOST = 2048; // tokens of a text; longer ones are cut. A passage has 1,200 characters at most
 
     KeptModel(const ModelOptions& o, std::unique_ptr<ModelFile> from)
         : options(o), file(std::move(from)), ctx(choose_device(o, *file)), tokenizer(tokenizer_of(tokenizer_path(o), *file)), weights(*file),
           embedder(file->config, weights, std::min(MOST, file->config.max_positions), ctx) {
         to_device(ctx, *file, weights);
     }
-    // f(i, hidden) for every text in turn; stops early if interrupted.
+    // Calls f(i, hidden) for every text in order; stops early if interrupted.
     void run(const std::vector<std::vector<int>>& texts, const typename Embedder<T>::Each& f) {
         std::lock_guard lock(mutex);
-        options.use_threads(); // of whoever asks
+        options.use_threads(); // in the calling thread
         ThreadPace pace(options, ctx);
         pace.begin();
         embedder.run(texts, lookup_stop, [&](size_t i, const std::vector<float>& hidden) {
@@ -41,7 +41,7 @@ template <class T> struct KeptModel {
             pace.step();
         });
     }
-    static constexpr uint64_t SHOWN = 1; // how texts are shown to the model; another number when that changes
+    static constexpr uint64_t SHOWN = 1; // version of the models' input; changes with it
     uint64_t hash() const {
         const uint64_t of[] = {file->hash(), tokenizer.hash(), (uint64_t)embedder.capacity, sizeof(T), SHOWN};
         return fnv1a(of, sizeof of);
@@ -97,7 +97,7 @@ template <class T> struct RerankingModel : RankModel {
     std::vector<double> scores(const std::string& question, const std::vector<std::string>& passages) override {
         const size_t room = (size_t)model.embedder.capacity - prompt.length();
         std::vector<int> query = prompt.query_ids(model.tokenizer, RETRIEVAL_TASK, question);
-        cut_text(query, room / 2); // a long question leaves room for a passage
+        cut_text(query, room / 2); // a long question must leave room for a passage
         std::vector<std::vector<int>> ids;
         for (auto& text : passages) ids.push_back(prompt.ids(model.tokenizer, query, text, room + prompt.length()));
         std::vector<double> all;
@@ -116,7 +116,7 @@ DocumentModels open_document_models(const ModelOptions& like, const DocumentOpti
     if (!documents.embed.empty()) {
         o.model = documents.embed;
         auto file = std::make_unique<ModelFile>(o.model);
-        says_it_embeds(*file); // throws if it makes its vectors in another way
+        says_it_embeds(*file); // throws if its vectors are made differently
         file->logits = false;
         if (wide(o, *file)) models.vectors = std::make_shared<EmbeddingModel<float>>(o, std::move(file));
         else models.vectors = std::make_shared<EmbeddingModel<bf16>>(o, std::move(file));

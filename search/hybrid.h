@@ -1,5 +1,5 @@
 // search/hybrid.h: the models behind --docs-embed and --docs-rerank. Qwen3-Embedding makes vectors of passages and
-// questions (embed.h), Qwen3-Reranker says how well passages answer a question (rerank.h); documents.h uses them.
+// questions (embed.h), Qwen3-Reranker scores how well passages answer a question (rerank.h); documents.h uses them.
 #pragma once
 #include "base/error.h"
 #include "base/options.h" // interrupted
@@ -8,12 +8,12 @@
 #include "search/document_options.h"
 #include <csignal>
 
-// A lookup that was given up.
+// An aborted lookup.
 struct LookupStopped : Error {
     using Error::Error;
 };
-// When it becomes non-zero, the lookups of this thread are given up.
+// When it becomes non-zero, the lookups of this thread are aborted.
 inline thread_local const volatile sig_atomic_t* lookup_stop = &interrupted;
 
-// The models that --docs-embed and --docs-rerank name, on the device of the other model, as they are stored.
+// Opens the models of --docs-embed and --docs-rerank, on the other model's device, in their stored format.
 DocumentModels open_document_models(const ModelOptions& like, const DocumentOptions& documents);

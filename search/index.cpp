@@ -1,4 +1,4 @@
-// search/index.cpp: an index is opened, checked and searched; see index.h.
+// search/index.cpp: opens, checks and searches an index; see index.h.
 #include "search/index.h"
 #include "model/utf8.h"
 #include <algorithm>
@@ -12,7 +12,7 @@ DocumentIndex::DocumentIndex(const std::string& path) : file(path) {
     need(h.version == VERSION, "an index of another version");
     uint64_t at = sizeof h;
     bool fits = h.passages < UINT32_MAX;
-    auto section = [&](uint64_t count, size_t size) { // where it begins
+    auto section = [&](uint64_t count, size_t size) { // returns its offset
         const uint64_t begin = at;
         uint64_t bytes = 0;
         fits = fits && !__builtin_mul_overflow(count, size, &bytes) && bytes <= file.size - at;
@@ -84,7 +84,7 @@ bool DocumentIndex::is_about(const Jieba& jieba, const WordCounts& question, con
 }
 
 std::vector<DocumentIndex::Hit> DocumentIndex::best(const std::vector<float>& score, size_t k, float least) const {
-    std::vector<Hit> best; // a heap, the worst on top
+    std::vector<Hit> best; // a heap, the worst hit on top
     auto better = [this](const Hit& x, const Hit& y) { return is_better(x, y); };
     for (uint32_t i = 0; i < score.size(); i++) {
         const Hit hit = {i, score[i]};
@@ -107,7 +107,7 @@ std::vector<DocumentIndex::Hit> DocumentIndex::joined(const std::vector<std::vec
     return all;
 }
 
-// All but postings, in one pass: a fault is told at the start, and not by some question later on.
+// Checks all but postings, in one pass: a fault shows at the start, not in some later question.
 void DocumentIndex::check() const {
     auto inside = [](uint64_t at, uint64_t n, uint64_t size) { return at <= size && n <= size - at; };
     bool good = true;
@@ -132,8 +132,8 @@ std::string_view DocumentIndex::bytes(uint64_t section, uint64_t size, uint64_t 
     return {(const char*)file.data + section + at, n};
 }
 
-// Of equally good ones, that of the file whose name comes first, then that which stands first: so the order in
-// which files came into the index does not matter.
+// On ties, the file whose name comes first, then the earlier passage: so the order in which files were indexed
+// does not matter.
 bool DocumentIndex::is_better(const Hit& x, const Hit& y) const {
     if (x.score != y.score) return x.score > y.score;
     const Passage &a = passage_at(x.passage), &b = passage_at(y.passage);

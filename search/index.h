@@ -1,36 +1,36 @@
-// search/index.h: which passages may answer a question. No model in it: words (words.h), an index, a formula.
+// search/index.h: finds passages that may answer a question. Without a model: words (words.h), an index, a formula.
 //
 //   const DocumentIndex index("notes.index");
 //   for (auto hit : index.search(question_words(jieba, "什么是 warp？"), 4))
 //       ... hit.score ... index.text_of(index.passage_at(hit.passage)) ...
 //
-// An inverted index is what the end of a book has: for each word the list of the places where it stands. Here a place
-// is a passage (a chunk of a file, see chunks.h), and the list says how often the word stands in it. To answer a
-// question the lists of its words are read, and nothing else, whatever the size of all text.
+// An inverted index is like the index of a book: for each word, the list of places where it occurs. Here a place is a
+// passage (a chunk of a file, see chunks.h), and the list says how often the word occurs in it. A question reads the
+// lists of its words and nothing else, whatever the size of all text.
 //
-// Which passage is best? BM25, of S. Robertson et al., "Okapi at TREC-3", 1994 (S. Robertson and H. Zaragoza, "The
-// Probabilistic Relevance Framework: BM25 and Beyond", 2009, derive it). Over the words w of the question:
+// Ranking: BM25, of S. Robertson et al., "Okapi at TREC-3", 1994 (derived in S. Robertson and H. Zaragoza, "The
+// Probabilistic Relevance Framework: BM25 and Beyond", 2009). Over the words w of the question:
 //
 //   score(passage) = sum of  idf(w) * f * (k1 + 1) / (f + k1 * (1 - b + b * length / mean length))
 //   idf(w)         = log(1 + (N - n + 0.5) / (n + 0.5))
 //
-// f: how often w stands in the passage; length: its words; N: passages, n: those with w. A rare word says more than a
-// common one (idf); the second time a word stands there says less than the first (k1 = 1.2); a long passage has more of
-// every word, and is held back for it (b = 0.75). The 1 in the logarithm is Lucene's: no word counts against a passage.
+// f: how often w occurs in the passage; length: its words; N: passages, n: those with w. A rare word counts more than a
+// common one (idf); each further occurrence counts less than the one before (k1 = 1.2); a long passage has more of
+// every word, and its score is reduced for it (b = 0.75). The 1 in the logarithm is Lucene's: no word lowers a score.
 //
-// The index is a file that is mapped: to open it takes milliseconds, and a question touches what it needs.
+// The index is a memory-mapped file: opening takes milliseconds, and a question touches only the parts it needs.
 // Little-endian:
-//   Header                     counts and sizes; all else follows without a gap
+//   Header                     counts and sizes; the rest follows without gaps
 //   char    text[]             of all passages, one after another
-//   u8      postings[]         of each word pairs of numbers: how many passages on from the last one, how often; each
-//                              in bytes of 7 bits, the lowest first; the highest bit says that another byte follows
+//   u8      postings[]         per word, pairs of numbers: passages since the last one, occurrences; each in
+//                              groups of 7 bits, the lowest first; the highest bit says that another byte follows
 //   char    names[]            of files and headings; then zeros up to a multiple of 8
-//   File    file[files]        name, size, time and hash, by which a file is known to be unchanged
-//   Passage passage[passages]  where its text is, and of which file
-//   Word    word[words]        sorted by the 64-bit hash that stands for a word; where its postings are
+//   File    file[files]        name, size, time and hash, which show whether a file is unchanged
+//   Passage passage[passages]  where its text is, and its file
+//   Word    word[words]        sorted by the word's 64-bit hash; where its postings are
 //   u32     length[passages]   in words
-// It is not trusted: sizes, files, passages and words are checked when it is opened, postings where they are read, and
-// every offset once more where it is used. It must not be changed in place while it is used: to cut it short ends the
+// It is not trusted: sizes, files, passages and words are checked on opening, postings when they are read, and every
+// offset once more when it is used. The file must not be changed in place while in use: truncating it ends the
 // program.
 //
 // Limits: 2^32 passages. An index is immutable: any number of threads may search it.
@@ -44,7 +44,7 @@
 #include <string_view>
 #include <vector>
 
-// An index that cannot be used. The message names the file.
+// An unusable index. The message names the file.
 struct IndexFault : Error {
     using Error::Error;
 };
@@ -53,9 +53,9 @@ struct DocumentIndex {
     struct Header {
         char magic[8];    // "qwen3idx"
         uint64_t version; // 1
-        uint64_t made_by; // what the words depend on; see maker()
+        uint64_t made_by; // of the rules for words; see maker()
         uint64_t text_bytes, posting_bytes, name_bytes, files, passages, words;
-        uint64_t length;  // of all passages together, in words
+        uint64_t length;  // of all passages, in words
     };
     // Why a file has no passage.
     enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, FAULTS };
@@ -63,15 +63,15 @@ struct DocumentIndex {
         uint64_t name, size;
         int64_t time; // of its last change, in ns
         uint64_t hash;
-        uint32_t name_bytes, fault, first, passages; // its passages are first, first + 1, ...
+        uint32_t name_bytes, fault, first, passages; // passages first, first + 1, ...
     };
     struct Passage {
         uint64_t text, heading;
-        uint32_t bytes, heading_bytes, file, line; // line: where it begins in its file, from 1 on
+        uint32_t bytes, heading_bytes, file, line; // line: its first line in the file, from 1 on
     };
     struct Word {
         uint64_t hash, postings;
-        uint32_t bytes, passages; // of its postings; in which it stands
+        uint32_t bytes, passages; // of its postings; number of passages with it
     };
     struct Hit {
         uint32_t passage;
@@ -91,9 +91,9 @@ struct DocumentIndex {
     std::string_view heading_of(const Passage& p) const { return name_at(p.heading, p.heading_bytes); }
     std::string_view name_of(const File& f) const { return name_at(f.name, f.name_bytes); }
 
-    // The first word whose hash is not less.
+    // The first word whose hash is not smaller.
     uint64_t lower_word(uint64_t hash) const;
-    // f(passage, how often) for the places of a word.
+    // Calls f(passage, occurrences) for the places of a word.
     template <class F> void each_posting(const Word& word, F f) const {
         const std::string_view list = bytes(postings, h.posting_bytes, word.postings, word.bytes);
         const uint8_t *p = (const uint8_t*)list.data(), *const end = p + list.size();
@@ -115,30 +115,30 @@ struct DocumentIndex {
         }
     }
 
-    // Names the passages and their order: the files, their bytes, and the rules by which they are cut.
+    // A hash of the passages and their order: the files, their bytes, and the rules for cutting them.
     uint64_t passages_hash() const;
 
-    // The best k passages for these words, the best first. A word that the question says twice counts twice.
+    // The best k passages for these words, best first. A word that occurs twice in the question counts twice.
     std::vector<Hit> search(const WordCounts& question, size_t k) const;
 
     // Whether the best passage is about the question: it has at least half of the question's words, by weight, or its
-    // score is that of 1.35 words that stand in no other passage. A word that is nowhere weighs as if in one passage.
+    // score equals that of 1.35 words that occur in no other passage. An unknown word weighs as if in one passage.
     // Both limits were chosen on questions about the texts and about other subjects: docs/retrieval.md.
     bool is_about(const Jieba& jieba, const WordCounts& question, const Hit& best) const;
 
-    // The k passages with the highest scores (one for each passage) among those above `least`, the best first.
+    // The k passages with the highest scores (one per passage) among those above `least`, best first.
     std::vector<Hit> best(const std::vector<float>& score, size_t k, float least) const;
 
-    // Several rankings as one, the best k of it: a passage's score is the sum of 1 / (60 + rank) over the rankings that
-    // it is in, the first rank being 1 (G. Cormack et al., "Reciprocal rank fusion outperforms Condorcet and individual
-    // rank learning methods", 2009; 60 is theirs). Scores of different kinds need not be made comparable.
+    // Merges several rankings and returns the best k: a passage's score is the sum of 1 / (60 + rank) over the rankings
+    // that contain it, with ranks from 1 on (G. Cormack et al., "Reciprocal rank fusion outperforms Condorcet and
+    // individual rank learning methods", 2009; 60 is theirs). Scores of different kinds need not be comparable.
     std::vector<Hit> joined(const std::vector<std::vector<Hit>>& rankings, size_t k) const;
 
   private:
-    double idf(double n) const; // of a word that is in n passages
+    double idf(double n) const; // of a word in n passages
     MappedFile file;
     Header h;
-    uint64_t text, postings, names; // where they begin
+    uint64_t text, postings, names; // offsets
     const File* files;
     const Passage* passages;
     const Word* words;

@@ -1,4 +1,4 @@
-// search/index_builder.cpp: passages and postings are collected and written; see index_builder.h.
+// search/index_builder.cpp: collects and writes passages and postings; see index_builder.h.
 #include "search/index_builder.h"
 #include <algorithm>
 #include <cerrno>
@@ -7,7 +7,7 @@
 
 IndexBuilder::IndexBuilder(const std::string& path, uint64_t made_by) : out(path) {
     h.made_by = made_by;
-    out.write(&h, sizeof h); // its place
+    out.write(&h, sizeof h); // reserves its place
 }
 
 void IndexBuilder::add_file(std::string_view name, Index::File f) {
@@ -41,8 +41,8 @@ void IndexBuilder::add_words(uint32_t first, const std::vector<WordCounts>& word
 void IndexBuilder::take_over(const Index& old, const std::vector<std::optional<int64_t>>& times) {
     constexpr uint32_t GONE = UINT32_MAX, LONGEST_NAME = 1 << 14;
     auto need = [&](bool good) { if (!good) throw IndexFault(old.path() + ": a damaged index"); };
-    std::vector<uint32_t> number(old.header().passages, GONE); // of its passages here
-    uint64_t next = 0, text = 0; // passages and their text follow each other, so that nothing is written twice
+    std::vector<uint32_t> number(old.header().passages, GONE); // new numbers of its passages
+    uint64_t next = 0, text = 0; // passages and their text are contiguous, so that nothing is written twice
     for (uint64_t i = 0; i < times.size(); i++) {
         if (!times[i]) continue;
         Index::File f = old.file_at(i);
@@ -113,7 +113,7 @@ void IndexBuilder::on_all_shards(const std::function<void(size_t)>& f) {
     if (fault) std::rethrow_exception(fault);
 }
 
-void IndexBuilder::append(uint64_t hash, uint32_t passage, uint32_t count) { // passages come in order
+void IndexBuilder::append(uint64_t hash, uint32_t passage, uint32_t count) { // passages arrive in order
     List& list = shards[shard_of(hash)][hash];
     for (uint32_t x : {passage - list.last, count}) {
         for (; x >= 0x80; x >>= 7) list.bytes += (char)(x | 0x80);

@@ -12,8 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
-// Collects passages, then writes the index. All text goes to the file at once; postings wait in memory, as they will be
-// written. Words are divided among shards by the first bits of their hash, so that no thread waits for another.
+// Collects passages, then writes the index. Text goes to the file at once; postings wait in memory, in their final
+// encoding. Words are divided among shards by the first bits of their hash, so that no thread waits for another.
 // Memory: about half of the text.
 struct IndexBuilder {
     using Index = DocumentIndex;
@@ -21,18 +21,18 @@ struct IndexBuilder {
 
     IndexBuilder(const std::string& path, uint64_t made_by);
 
-    // The next file; its passages follow. f has all but name and passages.
+    // Adds a file; its passages follow. f holds all but name and passages.
     void add_file(std::string_view name, Index::File f);
     void add_passage(std::string_view text, std::string_view heading, uint32_t line, uint32_t length);
-    // The words of passages that were just added, the first of which is number `first`.
+    // Adds the words of the passages just added, the first of which has number `first`.
     void add_words(uint32_t first, const std::vector<WordCounts>& words);
-    // Takes over the passages of those files of another index that have a time here. Before any others. Throws
+    // Copies the passages of those files of another index that have a time here. Must precede all others. Throws
     // IndexFault if it is damaged.
     void take_over(const Index& old, const std::vector<std::optional<int64_t>>& times);
 
-    // Writes what was waiting, and gives the file its name.
+    // Writes the postings, and gives the file its name.
     void finish();
-    // Calls f(shard) for all of them on all threads. Nothing may be thrown out of a parallel loop: a fault waits.
+    // Calls f(shard) for all shards on all threads. Exceptions must not leave a parallel loop: rethrown after it.
     static void on_all_shards(const std::function<void(size_t)>& f);
     size_t count() const { return passages.size(); }
     uint64_t text_bytes() const { return h.text_bytes; }

@@ -1,4 +1,4 @@
-// search/index_update.cpp: what is new or changed is read, the rest taken over; see index_update.h.
+// search/index_update.cpp: reads new and changed files, takes over the rest; see index_update.h.
 #include "search/index_update.h"
 #include "base/error.h"
 #include "base/options.h" // interrupted
@@ -59,7 +59,7 @@ std::unique_ptr<IndexUpdate::Index> IndexUpdate::open_old() const {
 bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* old) {
     std::unordered_map<std::string_view, uint64_t> known;
     for (uint64_t i = 0; old && i < old->header().files; i++) known[old->name_of(old->file_at(i))] = i;
-    std::vector<std::optional<int64_t>> times(old ? old->header().files : 0); // of the files that stay
+    std::vector<std::optional<int64_t>> times(old ? old->header().files : 0); // of the files to keep
     std::vector<const DocumentFile*> fresh;
     bool touched = false;
     for (const DocumentFile& f : files) {
@@ -81,7 +81,7 @@ bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* ol
     }
     if (old && !touched && only_faults(*old, times, fresh)) return false;
     remove_abandoned();
-    // A name of its own: programs in two containers that share a cache may have the same pid.
+    // A unique name: programs in two containers that share a cache may have the same pid.
     std::random_device random;
     const std::string made = path + format(".tmp%08x%08x", random(), random());
     IndexBuilder builder(made, maker);
@@ -96,8 +96,8 @@ bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* ol
     return true;
 }
 
-// Whether all that is new or gone are files that cannot be used, such as a database that is written to all the
-// time: the index stays as it is.
+// Whether all new and missing files are unusable ones, such as a database that is written to all the time:
+// then the index stays as it is.
 bool IndexUpdate::only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
                               const std::vector<const DocumentFile*>& fresh) {
     for (uint64_t i = 0; i < times.size(); i++)
@@ -113,7 +113,7 @@ bool IndexUpdate::only_faults(const Index& old, const std::vector<std::optional<
     return true;
 }
 
-// Calls f(i) for all i below n on all threads. (Nothing may be thrown out of a parallel loop.)
+// Calls f(i) for all i below n on all threads. (Exceptions must not leave a parallel loop.)
 template <class F> static void on_all_threads(size_t n, F f) {
     std::atomic<bool> full{false};
     #pragma omp parallel for schedule(dynamic)
@@ -165,7 +165,7 @@ void IndexUpdate::add_batch(IndexBuilder& builder, const std::vector<DocumentTex
             read++;
             left_out.add(f.fault, files[begun]->name, batch[begun].fault_at);
             const bool passing = f.fault == Index::UNREADABLE || f.fault == Index::CHANGING;
-            if (passing) continue; // next time it may be another matter
+            if (passing) continue; // it may be usable next time
             builder.add_file(files[begun]->name, f);
         }
     };
@@ -192,7 +192,7 @@ void IndexUpdate::add_batch(IndexBuilder& builder, const std::vector<DocumentTex
     begin_files(batch.size());
 }
 
-// What programs left behind that were ended while they wrote this index: what has not been written to for a day.
+// Removes files left by programs that ended while they wrote this index: those not written to for a day.
 void IndexUpdate::remove_abandoned() const {
     const std::string where = path.substr(0, path.rfind('/') + 1);
     const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(where.empty() ? "." : where.c_str()), closedir);

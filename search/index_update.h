@@ -1,7 +1,7 @@
-// search/index_update.h: the index of a folder of documents, brought up to date.
+// search/index_update.h: keeps the index of a folder of documents up to date.
 //
-// The index lies in the user's cache folder, under a name made of the folder's own, or where the user says. A file that
-// cannot be used is left out, and said.
+// The index lies in the user's cache folder, under a name derived from the folder's, or where the user says. An
+// unusable file is left out and reported.
 #pragma once
 #include "book/jieba.h"
 #include "search/document_files.h"
@@ -14,23 +14,23 @@
 #include <string>
 #include <vector>
 
-constexpr uint64_t WORD_RULES = 1; // another number where words.cpp makes other words
+constexpr uint64_t WORD_RULES = 1; // increased when words.cpp changes its words
 
-// Brings the index of a folder up to date: of the files in it only those are read whose size or time changed, or that
-// are new; those of them whose bytes are the same keep their passages.
+// Brings the index of a folder up to date. Reads only files that are new or whose size or time changed; those with the
+// same bytes as before keep their passages.
 struct IndexUpdate {
     using Index = DocumentIndex;
     const std::string root, path; // of the documents, and of the index
     const Jieba& jieba;
     const Tell& tell;
-    const uint64_t maker; // other passages or words: another index
+    const uint64_t maker; // differs if passages or words are made differently
     size_t read = 0, unchanged = 0;
     LeftOut left_out{};
-    std::string folder{}; // that names of files are below
+    std::string folder{}; // file names are relative to it
 
-    bool written = false; // the index, since something changed
+    bool written = false; // the index was written, since something changed
 
-    // The index, up to date.
+    // Returns the index, up to date.
     std::unique_ptr<Index> run();
 
   private:
@@ -43,7 +43,7 @@ struct IndexUpdate {
     void remove_abandoned() const;
 };
 
-// Where the index of a folder lies, if the user does not say.
+// The default path of a folder's index.
 std::string default_index(const std::string& root);
 
 // The path without links, . and ..

@@ -11,7 +11,7 @@ bool quotes(const DocumentOptions& o, const Config& c, const Tell& tell) {
     return !o.docs.empty() && is;
 }
 
-// Where the sentence or the line before the last one ends; without one half of the text goes, between characters.
+// Where the sentence or the line before the last one ends; without one, the middle, between characters.
 static size_t shorter(const std::string& text) {
     size_t end = 0;
     for (const std::string mark : {"\n", "。", ". "})

@@ -31,7 +31,7 @@ std::vector<int> RerankPrompt::ids(const Tokenizer& t, const std::vector<int>& q
 }
 
 double Relevance::operator()(const std::vector<float>& hidden) const {
-    double lead = 0; // of yes over no, as logits
+    double lead = 0; // of yes over no, in logits
     for (size_t i = 0; i < hidden.size(); i++) lead += ((double)yes[i] - no[i]) * hidden[i];
     return 1 / (1 + std::exp(-lead));
 }

@@ -1,5 +1,5 @@
-// search/rerank.h: how well documents answer a query, as Qwen3-Reranker says it: it is this model, asked a question of
-// yes or no. https://huggingface.co/Qwen/Qwen3-Reranker-0.6B says what is shown and how it is read.
+// search/rerank.h: scores how well documents answer a query, as Qwen3-Reranker does: the same model, with a yes-or-no
+// question. Source of the prompt and the score: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B
 #pragma once
 #include "model/tokenizer.h"
 #include "model/weights.h"
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-// How the reranker is asked: does the document answer the query? The next token would be yes or no.
+// The reranker's prompt: does the document answer the query? The next token would be yes or no.
 struct RerankPrompt {
     std::vector<int> before, after;
     int yes, no;
@@ -15,16 +15,16 @@ struct RerankPrompt {
     explicit RerankPrompt(const Tokenizer& t);
     size_t length() const { return before.size() + after.size(); }
 
-    // The part that all documents of a query share. (A line's end is always the end of a token.)
+    // The part shared by all documents of a query. (A line's end is always the end of a token.)
     std::vector<int> query_ids(const Tokenizer& t, const std::string& task, const std::string& query) const {
         return t.encode("<Instruct>: " + task + "\n<Query>: " + query + "\n", false);
     }
-    // The whole. most: ids that stay, of which only those of the two texts can go; 0: all.
+    // The whole prompt. most: ids to keep, cut from the two texts only; 0: all.
     std::vector<int> ids(const Tokenizer& t, const std::vector<int>& query_ids, const std::string& document,
                          size_t most = 0, bool keep_last = false) const;
 };
 
-// The probability of yes, where only yes and no are possible. Of the head it needs these two rows.
+// The probability of yes against no. Needs only these two rows of the head.
 struct Relevance {
     std::vector<float> yes, no; // (C)
 

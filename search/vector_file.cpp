@@ -1,17 +1,17 @@
-// search/vector_file.cpp: vectors are read, checked, multiplied; see vector_file.h.
+// search/vector_file.cpp: reads, checks and multiplies vectors; see vector_file.h.
 #include "search/vector_file.h"
 #include "search/index.h" // IndexFault
 #include <algorithm>
 #include <cstring>
 
-// To the nearest, of two as near the even one. (No infinity, no NaN.)
+// Rounds to nearest, ties to even. (Not for infinity or NaN.)
 static uint16_t upper_half(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-// In sixteen sums, so that the compiler can use vectors.
+// Sixteen partial sums, so that the compiler can use vector instructions.
 static float product(const float* a, const uint16_t* b, size_t n) {
     constexpr size_t LANES = 16;
     float sums[LANES] = {};
@@ -70,7 +70,7 @@ uint64_t VectorFile::number_at(const uint8_t* p) {
     return x;
 }
 
-// FNV-1a by eights of bytes: nothing that is changed inside one of them goes unseen.
+// FNV-1a over units of eight bytes: any change inside one unit is detected.
 uint64_t VectorFile::check_of(uint64_t key, const uint16_t* v, size_t dimensions) {
     uint64_t hash = fnv1a(&key, sizeof key);
     for (size_t i = 0; i < dimensions; i += 4) {

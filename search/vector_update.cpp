@@ -1,4 +1,4 @@
-// search/vector_update.cpp: vectors are made where there are none, and written; see vector_update.h.
+// search/vector_update.cpp: makes missing vectors and writes all; see vector_update.h.
 #include "search/vector_update.h"
 #include "base/error.h"
 #include "base/file.h"
@@ -23,8 +23,8 @@ std::string shown_passage(const DocumentIndex& index, uint64_t i) {
     return shown;
 }
 
-// Vectors as they are made, in a file: who is stopped loses none that is finished. One program at a time makes them;
-// another one waits.
+// New vectors, in a file: an interrupted program loses no finished one. One program at a time makes them; others
+// wait.
 struct PartialVectors {
     const std::string path;
     const VectorFile::Header header;
@@ -35,7 +35,7 @@ struct PartialVectors {
             if (interrupted) DIE("interrupted");
             fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
             must(fd >= 0);
-            const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0; // ... and is it still the file of that name?
+            const bool locked = flock(fd, LOCK_EX | LOCK_NB) == 0; // ... and the path still names this file
             if (locked && fstat(fd, &st) == 0 && stat(path.c_str(), &now) == 0 && st.st_ino == now.st_ino) break;
             close(fd), fd = -1;
             if (!locked && !told) tell(path + ": another program makes these vectors; waiting for it"), told = true;
@@ -46,14 +46,14 @@ struct PartialVectors {
         if (n != 0 && memcmp(there.magic, header.magic, sizeof header.magic) != 0)
             DIE("%s: no vectors of documents; it is not overwritten", path.c_str());
         const bool same = n == (ssize_t)sizeof there && memcmp(&there, &header, sizeof header) == 0;
-        must(ftruncate(fd, same ? (off_t)(size - (size - sizeof header) % stride) : 0) == 0); // whole ones stay
+        must(ftruncate(fd, same ? (off_t)(size - (size - sizeof header) % stride) : 0) == 0); // keeps whole records
         if (!same) append({(const char*)&header, sizeof header});
     }
     PartialVectors(const PartialVectors&) = delete;
     ~PartialVectors() { if (fd >= 0) close(fd); }
 
     void append(std::string_view bytes) {
-        errno = ENOSPC; // if only a part is written
+        errno = ENOSPC; // in case of a partial write
         must(write(fd, bytes.data(), bytes.size()) == (ssize_t)bytes.size());
     }
 
@@ -84,7 +84,7 @@ VectorFile::Header VectorUpdate::header() const {
     return h;
 }
 
-// The file, if it is there, whole, and has just these vectors.
+// The file, if it exists, is complete, and has exactly these vectors.
 std::unique_ptr<VectorFile> VectorUpdate::current() const {
     if (access(path.c_str(), F_OK) != 0) return nullptr;
     if (!begins_with(path, "qwen3vec")) DIE("%s: no vectors of documents; it is not overwritten", path.c_str());
@@ -98,7 +98,7 @@ std::unique_ptr<VectorFile> VectorUpdate::current() const {
     return nullptr;
 }
 
-// Takes what a file has. What it should have and has not is said.
+// Uses the vectors of a file. A damaged file is reported.
 void VectorUpdate::know(const std::string& from) {
     if (access(from.c_str(), F_OK) != 0) return;
     try {
@@ -118,18 +118,18 @@ void VectorUpdate::know(const std::string& from) {
     }
 }
 
-// Makes the vectors that are not known, then writes all of them in the passages' order.
+// Makes the missing vectors, then writes all in the passages' order.
 void VectorUpdate::make(PartialVectors& partial) {
     const size_t n = (size_t)index.header().passages;
     keys.resize(n);
     for (size_t i = 0; i < n; i++) keys[i] = fnv1a(shown_passage(index, i));
     know(path), know(partial.path);
-    std::vector<uint32_t> missing; // of equal passages the first
+    std::vector<uint32_t> missing; // of equal passages, the first
     std::unordered_set<uint64_t> seen;
     for (size_t i = 0; i < n; i++)
         if (!known.count(keys[i]) && seen.insert(keys[i]).second) missing.push_back((uint32_t)i);
     make_missing(partial, missing);
-    know(partial.path); // with the new ones
+    know(partial.path); // including the new ones
     OutputFile out(path);
     const VectorFile::Header h = header();
     out.write(&h, sizeof h);

@@ -1,4 +1,4 @@
-// search/vector_update.h: the vectors of an index's passages, brought up to date.
+// search/vector_update.h: keeps the vectors of an index's passages up to date.
 #pragma once
 #include "search/document_files.h"
 #include "search/document_models.h"
@@ -11,12 +11,12 @@
 #include <unordered_map>
 #include <vector>
 
-// What a model is shown of a passage: its headings, too, as words are looked up in them.
+// The model's input for a passage: with its headings, as words are searched for in them, too.
 std::string shown_passage(const DocumentIndex& index, uint64_t i);
 
-struct PartialVectors; // vectors as they are made
+struct PartialVectors; // vectors in progress
 
-// Brings the vectors of an index up to date: a passage whose text had one keeps it.
+// Brings the vectors of an index up to date: a passage whose text had a vector keeps it.
 struct VectorUpdate {
     const std::string path;
     size_t made = 0;
@@ -31,7 +31,7 @@ struct VectorUpdate {
     VectorModel& model;
     const Tell& tell;
     std::vector<uint64_t> keys;                          // of the passages
-    std::vector<std::unique_ptr<VectorFile>> files;      // that are of use
+    std::vector<std::unique_ptr<VectorFile>> files;      // usable ones
     std::unordered_map<uint64_t, const uint16_t*> known; // the vectors in them, by key
 
     VectorFile::Header header() const;

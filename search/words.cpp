@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <string>
 
-// A character as it is indexed: lower case (Latin, Greek, Cyrillic); full-width letters and digits as ASCII's.
+// A character in its indexed form: lower case (Latin, Greek, Cyrillic); full-width letters and digits as ASCII.
 static uint32_t folded(uint32_t c) {
     if (c >= 0xFF01 && c <= 0xFF5E) c -= 0xFEE0;
     if (c < 0x80) return lower(c);
@@ -40,11 +40,11 @@ void index_words(const Jieba& jieba, std::string_view text, const std::function<
         f(std::string_view(w));
     };
     auto next_is = [&](const char* at, auto is) { return at < end && is(utf8_read(at)); };
-    // A run of letters, digits and _: as a whole, and if _ or capitals divide it, its parts (HTTPServer: http, server;
+    // A run of letters, digits and _: as a whole, and, if _ or capitals divide it, its parts (HTTPServer: http, server;
     // but GPUs is gpu).
     auto identifier = [&] {
         uint32_t before = 0, c;
-        bool of_acronym = false; // it ends in capitals and s
+        bool of_acronym = false; // capitals followed by s
         auto close = [&] {
             if (!part.empty() && part.size() < word.size()) give(part);
             part.clear();
@@ -52,7 +52,7 @@ void index_words(const Jieba& jieba, std::string_view text, const std::function<
         auto is_capital = [](uint32_t x) { return is_word(x) && folded(x) != x; };
         auto is_small_at = [&](const char* at) { return at < end && *at >= 'a' && *at <= 'z'; };
         const char* const start = p;
-        for (bool again : {false, true}) { // first the whole, then its parts, if it has more than one
+        for (bool again : {false, true}) { // first the whole, then its parts, if there are several
             for (p = start, before = 0; p < end; before = c) {
                 const char* at = p;
                 c = utf8_read(p);
