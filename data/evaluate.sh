@@ -42,7 +42,7 @@ for set in $sets; do
     case " $all " in *" $set "*) ;; *) die "SETS: $set is none of $all" ;; esac
 done
 
-weights= # its files, where there are weights
+weights= # the model's files, if it has weights
 if [ -d "$model" ]; then
     for f in "$model"/*.safetensors "$model"/model.bin; do [ ! -f "$f" ] || weights="$weights $f"; done
 elif [ -f "$model" ]; then weights=$model; fi
@@ -54,13 +54,13 @@ z=$beside/tokenizer.bin
 mkdir -p "$out"
 common=$(ls -lL "$model" 2>/dev/null || echo none; cat "$course"/*.jsonl | cksum
     printf '%s\n' "${ROWS:-}" "${FULL:-}" "${DEVICE:-}" "${EMBED:-}" "$@")
-if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or another model: nothing here is of use)
+if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # other data or another model: nothing here can be used
     [ ! -e "$out/common" ] || die "$out: holds an evaluation of another model, data or options; name another folder"
     [ -z "$(ls -A "$out")" ] || die "$out: is not empty and holds no evaluation; name another folder"
     printf '%s\n' "$common" >"$out/common.new" && mv "$out/common.new" "$out/common"
 fi
 
-# What is learnt, and what is asked.
+# Training data and questions.
 cat "$course/gpu_qa.jsonl" "$course/train_hard.jsonl" "$course/chapters_train.jsonl" "$course/extra_train.jsonl" \
     >"$out/nearest.jsonl"
 awk -f "$course/paraphrase.awk" "$course/paraphrases.jsonl" "$course/gpu_qa.jsonl" | cat "$out/nearest.jsonl" - >"$out/train.jsonl"
@@ -83,9 +83,9 @@ train() {
     "$bin/train_lora" "$model" "$out/train.bin" -o "$out/$name" -z "$z" --max-len 1024 $again ${DEVICE:-} "$@" </dev/null
     : >"$out/$name/trained"
 }
-# measure SET NAME LABEL MODEL...: a row of the set's table; it is kept
+# measure SET NAME LABEL MODEL...: a row of the set's table, which is kept
 measure() {
-    set_=$1 row_=$2 label_=$3 # (functions share all names)
+    set_=$1 row_=$2 label_=$3 # (all functions share their variables)
     shift 3
     mkdir -p "$out/answers"
     if [ ! -f "$out/answers/$set_.$row_.row" ]; then
@@ -109,19 +109,19 @@ both() {
 }
 asked() { case " $METHODS " in *" $1 "*) ;; *) return 1 ;; esac } # METHOD
 empty() { printf '| %s | %s | | | | | | | | | |\n' "$2" "$3" >>"$out/$1.rows"; } # SET LABEL REASON
-trained() { # NAME: what is given to qwen3 for it
+trained() { # NAME: the model options for qwen3
     if [ -f "$out/$1/model.bin" ]; then both "$1" "$2" "$out/$1/model.bin"
     else both "$1" "$2" "$model" --adapter "$out/$1"; fi
 }
 
 for set in $sets; do
     : >"$out/$set.rows"
-    # (the references stand for answers: these two rows look at questions and training rows only)
+    # (the references serve as answers: these two rows use questions and training rows only)
     "$root/data/measure.sh" 'the question as answer' "$out/$set.jsonl" "$out/$set.jsonl" >>"$out/$set.rows"
     "$root/data/measure.sh" 'nearest training answer' "$out/$set.jsonl" "$out/$set.jsonl" --nearest "$out/nearest.jsonl" \
         >>"$out/$set.rows"
 done
-# row METHOD LABEL: says why a row is not there, or succeeds
+# row METHOD LABEL: writes why a row is missing, or succeeds
 row() {
     why=
     asked "$1" || return 1
@@ -150,7 +150,7 @@ done
 
 {
     printf 'Model: `%s`. %s\n' "$model" "${ROWS:+The first $ROWS questions of each set only.}"
-    # shellcheck disable=SC3013 # (every shell has -ef)
+    # shellcheck disable=SC3013 # (all common shells have -ef)
     [ ! "$model" -ef "$root/data/tiny/model.bin" ] || printf '\n%s\n' 'This is the default model. As it is it has read chapters 1 to 15 and questions on them: nothing of chapters 16 to 23, no
 hard question, no question with choices, no passage in a prompt.'
     for set in $sets; do

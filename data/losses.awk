@@ -1,5 +1,5 @@
 # The losses of several runs as one SVG, with axes and a legend: lines are the training loss, smoothed over ten steps,
-# dots the loss on held-out rows. Input: a line for each run, trainer_log.jsonl TAB the values of its options.
+# dots the loss on held-out rows. Input: one line per run, trainer_log.jsonl TAB the values of its options.
 #     awk -v header="rank alpha ..." -f losses.awk RUNS > loss.svg
 function number(key) {
     if (!match(line, "\"" key "\": [-+.0-9e]+")) return -1
@@ -7,7 +7,7 @@ function number(key) {
 }
 function across(step) { return 60 + 500 * step / last }
 function up(loss) { return 360 - 340 * loss / high }
-function tick(range, k) { # a round distance between marks, of which there are four to ten
+function tick(range, k) { # a round distance between marks, for four to ten marks
     for (k = 1e-6; range / k > 10; k *= 10) {}
     return range / k > 5 ? k : range / k > 2 ? k / 2 : k / 5
 }
@@ -35,7 +35,7 @@ BEGIN {
 END {
     if (!last) {print "losses.awk: no step in the logs" > "/dev/stderr"; exit 1}
     height = 410 > 70 + 16 * runs ? 410 : 70 + 16 * runs
-    for (i = 1; i <= columns; i++) # of the legend, which is a table of what differs
+    for (i = 1; i <= columns; i++) # columns of the legend, which lists the options that differ
         if (varies[i] || runs == 1) {
             at[i] = 612 + legend
             legend += 16 + 7 * (length(name[i]) > 6 ? length(name[i]) : 6)

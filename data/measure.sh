@@ -15,13 +15,13 @@ bin=${PROGRAMS:-$root}
 if [ $# -eq 2 ] && [ "$1" = --header ]; then
     printf '| %s | rows | ended | loss | ROUGE-1 | ROUGE-2 | ROUGE-L | ' "$2"
     printf 'BLEU-4 (characters) | BLEU-4 (words) | facts | choice |\n|%s---|---|---|---|---|---|---|---|---|---|---|\n' \
-        "$(printf '%s' "$2" | tr -cd '|' | sed 's/|/---|/g')" # (a label may be several columns)
+        "$(printf '%s' "$2" | tr -cd '|' | sed 's/|/---|/g')" # (a label may span several columns)
     exit
 fi
 [ $# -ge 3 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 1; }
 label=$1 questions=$2 answers=$3
 shift 3
-first=3 train='' # where the means stand in a row of the scores
+first=3 train='' # column of the first mean in a row of scores
 if [ $# -eq 0 ]; then first=6
 elif [ "$1" = --nearest ]; then first=9 train=${2:?--nearest: a file is expected}
 else [ -e "$answers" ] || "$bin/qwen3" "$@" --eval "$questions" -o "$answers" >/dev/null; fi
@@ -30,7 +30,7 @@ printf '| %s |' "$label"
 if [ $first -gt 3 ]; then
     printf ' %d | - | - |' "$(grep -c . "$questions")"
 else
-    # (In a JSON string a quote has a backslash, so what is looked for is never part of an answer.)
+    # (In a JSON string a quote has a backslash, so these patterns never match inside an answer.)
     awk '
     function number(key) { return match($0, "\"" key "\": [-+.0-9e]+") ? substr($0, RSTART + length(key) + 4) + 0 : 0 }
     {nll += number("nll"); tokens += number("tokens"); ended += /"finish": "stop"/}

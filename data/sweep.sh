@@ -39,7 +39,7 @@ rows=$(printf '%s\n' "$rows" | tail -n +2)
 
 mkdir -p "$out"
 common=$(ls -lL "$model"; cksum <"$train"; cksum <"$test"; printf '%s\n' "${DEVICE:-}" "$@")
-if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # (other data or another model: nothing here is of use)
+if [ "$(cat "$out/common" 2>/dev/null)" != "$common" ]; then # other data or another model: nothing here can be used
     [ ! -e "$out/common" ] || die "$out: holds a sweep of another model, of other data or options; name another folder"
     [ -z "$(ls -A "$out")" ] || die "$out: is not empty and holds no sweep; name another folder"
     printf '%s\n' "$common" >"$out/common.new" && mv "$out/common.new" "$out/common"
@@ -50,7 +50,7 @@ pack() {
 pack "$train" train
 pack "$test" test
 
-# measure NAME LABEL [MODEL...]: a row of the table; it is kept in the run's folder, and not measured again
+# measure NAME LABEL [MODEL...]: a row of the table, kept in the run's folder and not measured again
 measure() {
     name=$1 label=$2
     shift 2
@@ -63,7 +63,7 @@ measure() {
     cat "$out/$name/row" >>"$out/table.new"
 }
 columns=$(printf '%s\n' "$header" | sed 's/ / | /g; s/-/ /g')
-rest=$(printf '%s\n' "$header" | awk '{for (i = 2; i <= NF; i++) printf " | -"}') # of a row without options
+rest=$(printf '%s\n' "$header" | awk '{for (i = 2; i <= NF; i++) printf " | -"}') # for a row without options
 mkdir -p "$out/as-it-was/echo"
 "$root/data/measure.sh" --header "$columns" >"$out/table.new"
 measure as-it-was "as it was$rest" "$model"
@@ -80,7 +80,7 @@ while IFS= read -r line; do
         printf 'sweep.sh: run %d of %d: %s\n' "$number" "$(printf '%s\n' "$rows" | grep -c .)" "$options" >&2
         again=--overwrite
         [ ! -f "$out/$run/state.safetensors" ] || again=--resume
-        # shellcheck disable=SC2086 # (the grid has no character that would be taken for more than a word)
+        # shellcheck disable=SC2086 # (the grid has no character that the shell would interpret)
         "$bin/train_lora" "$model" "$out/train.bin" -o "$out/$run" --eval "$out/test.bin" -z "$z" $again ${DEVICE:-} \
             $options "$@" </dev/null
         : >"$out/$run/trained"
@@ -97,7 +97,7 @@ awk -v header="$header" -f "$root/data/losses.awk" "$out/curves.new" >"$out/loss
 mv "$out/loss.svg.new" "$out/loss.svg"
 rm "$out/curves.new"
 
-# The best run by ROUGE-L, and whether the difference to others is shown.
+# The best run by ROUGE-L, and how many other intervals overlap with its own.
 awk -v header="$header" -F ' *[|] *' '
 BEGIN {n = split(header, name, " ")}
 NR > 4 {

@@ -2,7 +2,7 @@
 # The steps of deploy/Dockerfile. They need no Docker: any clean Debian or Ubuntu can run them, as root.
 #   deploy/image.sh build DIR    in a clone: installs compilers, builds, and puts into DIR what an image needs
 #   deploy/image.sh run DIR      elsewhere, with a copy of DIR: installs the libraries that its programs need, and no more
-# With nvcc in the PATH the programs run on GPUs, too. The CPU code takes what the CPU has when it starts.
+# With nvcc in the PATH the programs also run on GPUs. The CPU code is selected for the CPU at start.
 set -eu
 export DEBIAN_FRONTEND=noninteractive
 [ $# -eq 2 ] || { sed -n '2,4p' "$0" >&2; exit 1; }
@@ -21,7 +21,7 @@ build)
     cp data/datagen/jieba.bin "$2/bin/data/datagen/" # for --docs
     cp data/tiny/model.bin data/tiny/tokenizer.bin "$2/tiny/"
     cp LICENSE LICENSE-tokenizer "$2/"
-    # The packages that their libraries come from. (Their names differ between releases.)
+    # The packages of their libraries. (Names differ between releases.)
     ldd "$2/bin/qwen3" "$2/bin/serve" | awk '$3 ~ "^/" {print $3}' | sort -u | while read -r library; do
         dpkg-query -S "*/$(basename "$(readlink -f "$library")")"
     done | sed 's/:.*//' | sort -u >"$2/packages"

@@ -1,8 +1,8 @@
-# The test of 60 basic questions (basic_test.jsonl: which definition is right, none for what the course does not teach).
+# The test of 60 basic questions (basic_test.jsonl: the right definition; none if the course does not teach the term).
 #     awk -f basic.awk definitions.jsonl basic_test.jsonl > rows.jsonl              rows for `qwen3 --eval`
-#     awk -f basic.awk definitions.jsonl basic_test.jsonl answers.jsonl             counts, and the answers to be read
-# An answer is right if it is the definition word for word, in either language, or, where none is right, if it says that
-# the model does not know; it is wrong if it is neither.
+#     awk -f basic.awk definitions.jsonl basic_test.jsonl answers.jsonl             counts, and the answers for reading
+# An answer is right if it is the definition word for word, in either language; or, if there is none, if it says that
+# the model does not know. Otherwise it is wrong.
 function text(key) {
     if (!match($0, "\"" key "\": \"([^\"\\\\]|\\\\.)*\"")) return ""
     return substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)

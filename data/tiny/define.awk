@@ -1,8 +1,8 @@
 # Training rows that ask for definitions, each in many wordings:
 #     awk -f define.awk basic_test.jsonl gpu_qa.jsonl ... wordings.txt definitions.jsonl unknown_terms.txt
-# wordings.txt crosses the names of definitions.jsonl, ASKED[language] rows a term, and those of unknown_terms.txt, UNKNOWN
-# rows a name, whose answer is that the course does not teach them. A question that stands in one of the files before
-# wordings.txt, apart from case, blanks and punctuation, is not written: those of the test are never trained, and a
+# wordings.txt is crossed with the names of definitions.jsonl, ASKED[language] rows per term, and with those of
+# unknown_terms.txt, UNKNOWN rows per name, whose answer is that the course does not teach them. A question found in a
+# file before wordings.txt, ignoring case, blanks and punctuation, is skipped: test questions are never trained, and a
 # question of the course keeps its one answer.
 BEGIN {
     ASKED["zh"] = 40; ASKED["en"] = 28; UNKNOWN = 5
@@ -10,12 +10,12 @@ BEGIN {
     not_learnt["en"] = "I have not learnt that. I am a small demonstration model that has read one course on GPU programming, and " \
         "nothing else. You can ask me: \\\"What is shared memory?\\\""
 }
-# The text of a field, as it stands in the JSON.
+# The text of a field, as escaped in the JSON.
 function text(key) {
     if (!match($0, "\"" key "\": \"([^\"\\\\]|\\\\.)*\"")) return ""
     return substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)
 }
-# The texts of a list to into[1 ...]; their number.
+# Writes the texts of a list to into[1 ...]; returns their number.
 function texts(key, into, n, rest) {
     if (!match($0, "\"" key "\": \\[(\"([^\"\\\\]|\\\\.)*\"(, )?)*\\]")) return 0
     rest = substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)
@@ -32,8 +32,8 @@ function row(question, answer, id) {
     taken[plain(question)]
     print "{\"instruction\": \"" question "\", \"input\": \"\", \"output\": \"" answer "\", \"id\": \"" id "\"}"
 }
-# A name in a wording. Between a Chinese and a Latin letter every second question has a blank; every fifth has small
-# letters only.
+# Puts a name into a wording. Between a Chinese and a Latin letter every second question has a blank; every fifth is in
+# lower case.
 function wording(language, i, name, before, after, gap) {
     before = after = wordings[language, i % count[language] + 1]
     sub(/\{\}.*/, "", before)

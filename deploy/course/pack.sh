@@ -19,7 +19,7 @@ mkdir -p "$new/bin" "$new/lib"
 cp "$here/Dockerfile" "$here/serve.py" "$here/README.md" "$here/../../get" "$new/"
 cp "$serve" "$new/bin/serve"
 cp "$here/../../tokenizer.bin" "$new/bin/"
-# Its libraries, but for the C library's own, which are the image's.
+# Its libraries, except those of the C library, which the image has.
 ldd "$serve" | awk '$3 ~ "^/" {print $3}' | grep -vE '/(libc|libm|libdl|librt|libpthread)\.so' | while read -r library; do
     cp -L "$library" "$new/lib/"
 done

@@ -1,10 +1,10 @@
 # serve.py: the course starts `uvicorn serve:app`. uvicorn imports this file before it opens its port, and the import
-# replaces its process by bin/serve, which answers GET / and POST /predict on the host and port that uvicorn was given.
+# replaces the process by bin/serve, which answers GET / and POST /predict on uvicorn's host and port.
 import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-OPTIONS = []  # of bin/serve, for example ["--predict-max-tokens", "256", "--kv-dtype", "fp8"]
+OPTIONS = []  # for bin/serve, e.g. ["--predict-max-tokens", "256", "--kv-dtype", "fp8"]
 
 
 def given(name, default):
