@@ -14,11 +14,10 @@ static std::string read(const fs::path& path) {
     return fs::file_size(path) ? std::string(MappedFile(path.string()).text()) : "";
 }
 
-// (docs/performance.md is a record: what it names was there on its dates.)
 static std::vector<fs::path> pages() {
     std::vector<fs::path> all = {"README.md", "README.zh.md", "deploy/course/README.md"};
-    for (auto& entry : fs::directory_iterator("docs"))
-        if (entry.path().extension() == ".md" && entry.path() != "docs/performance.md") all.push_back(entry.path());
+    for (auto& entry : fs::recursive_directory_iterator("docs"))
+        if (entry.path().extension() == ".md") all.push_back(entry.path());
     return all;
 }
 
@@ -352,6 +351,42 @@ TEST_CASE("docs: the README is short, and counts our lines") {
     const double figure = std::stod(std::regex_replace(said[0], std::regex(","), ""));
     INFO("the README says " << figure << " lines, there are " << actual);
     CHECK(std::abs(figure - (double)actual) < 0.1 * (double)actual);
+}
+
+// Numbers as they are written: "21,164", "0.92". Those behind a letter are names (H100, Q8_0).
+static Strings figures(const std::string& text) {
+    return matches(text, "(?:^|[^A-Za-z0-9_.,])([0-9][0-9,.]*[0-9]|[0-9])");
+}
+
+TEST_CASE("docs: figures that the README says were measured are in performance.md") {
+    const std::string page = read("docs/performance.md"), text = read("README.md");
+    CHECK(lines(page).size() <= 250);
+    const Strings there = figures(page);
+    const std::set<std::string> known(there.begin(), there.end());
+    size_t checked = 0;
+    auto check = [&](const std::string& claim) {
+        for (auto& figure : figures(claim)) {
+            INFO("docs/performance.md has no " << figure << ": " << claim);
+            CHECK(known.count(figure) == 1);
+            checked++;
+        }
+    };
+    const size_t begin = text.find("\n## Beside others\n"), end = text.find("\n## Models and memory\n");
+    REQUIRE(begin < end);
+    REQUIRE(end != text.npos);
+    const std::string section = text.substr(begin, end - begin);
+    const std::vector<Strings> table = rows(section);
+    REQUIRE(table.size() > 5);
+    REQUIRE(table[0].size() > 4);
+    CHECK(table[0][4] == " measured ");
+    for (auto& row : table) {
+        REQUIRE(row.size() > 4);
+        check(row[4]);
+    }
+    const size_t behind = section.find("[Where we are behind]");
+    REQUIRE(behind != section.npos);
+    check(section.substr(behind, section.find("\n\n", behind) - behind));
+    CHECK(checked > 30);
 }
 
 TEST_CASE("docs: the picture is what docs/session.py draws of the recording") {
