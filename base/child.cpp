@@ -19,7 +19,7 @@ Child::Child(const std::vector<std::string>& words, int input, bool both, int (*
     }
     close(ends[1]);
     if (pid < 0) { close(out); DIE("a process: %s", strerror(errno)); }
-    setpgid(pid, pid); // (whoever comes first)
+    setpgid(pid, pid); // (parent and child both call it: either may run first)
 }
 
 bool Child::has_ended() const {

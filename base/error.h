@@ -19,7 +19,7 @@
 #include <string_view>
 #include <unistd.h>
 
-// What a user can cause (a bad file, a bad option, a full disk). The message names the file and the fault.
+// A fault that a user can cause (a bad file, a bad option, a full disk). The message names the file and the fault.
 struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -41,10 +41,10 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* fmt,
 // Standard descriptors that are closed stay taken, so that no file we write becomes one of them.
 void keep_descriptors();
 
-// The one line of error on stderr. Names out of files may hold anything: it stays one line, and no escapes.
+// Prints one line of error on stderr. Names from files may hold any bytes: newlines and escapes are removed.
 void print_error(const char* program, std::string line);
 
-// What every main does once its signals are set: runs the program, and makes of a fault one line and exit status 1.
+// Called by every main once its signals are set: runs the program. An error becomes one line and exit status 1.
 int run_program(const char* program, int (*run)(int, char**), int argc, char** argv);
 
 inline double seconds() {

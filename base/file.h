@@ -49,8 +49,8 @@ inline uint64_t fnv1a(std::string_view s, uint64_t hash = fnv1a(nullptr, 0)) { r
 
 void write_text(const std::string& path, std::string_view text);
 
-// A folder, and those it is in, if they are not there.
+// Makes a folder and its missing parents.
 void make_folder(const std::string& path);
 
-// Both exist and are one, whatever they are called.
+// True if both exist and are the same file or folder.
 bool same_file(const std::string& a, const std::string& b);

@@ -11,7 +11,7 @@ std::string parse_line(sj::Doc& doc, std::string_view line) {
 size_t mark_of(const std::string& path, std::string_view beginning) {
     auto begins = [&](std::string_view with) { return beginning.substr(0, with.size()) == with; };
     if (begins("\xEF\xBB\xBF")) return 3;
-    // A mark, or a first character in two or four bytes, as ASCII's are there.
+    // A byte order mark, or a first ASCII character stored in two or four bytes.
     const std::string_view nothing("\0\0\0", 3);
     const char* name = begins("\xFF\xFE") || begins("\xFE\xFF") ? "UTF-16" : nullptr;
     if (beginning.size() >= 4) {

@@ -2,7 +2,7 @@
 // which it prints --help.
 //
 //     std::vector<Option> table = {{"-o", "--output", "FILE", "where it goes", file_name(o.output)}, ...};
-//     std::vector<std::string> words = parse(table, argc, argv);     what is no option
+//     std::vector<std::string> words = parse(table, argc, argv);     arguments that are not options
 //     print_help("usage: ...\n", table);
 //     counted(2, "file")                                             "2 files"
 //     told_version("qwen3", argc, argv)                              for --version
@@ -29,7 +29,7 @@ double parse_number(const char* option, const char* text, double low, double hig
 int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t high);
 
 // ---- The table
-// What an option does with its value (with "" where it takes none). `option` is its name as the user wrote it.
+// Applies an option's value ("" if it takes none). `option`: its name as the user wrote it.
 using Setter = std::function<void(const char* option, const char* value)>;
 
 struct Option {
@@ -52,7 +52,7 @@ template <class Float> Setter number(Float& to, double low, double high) {
 }
 Setter one_of(std::string& to, std::vector<std::string> names);
 
-// Sets what the words say; returns those that are no options.
+// Applies the words that are options; returns the others.
 std::vector<std::string> parse(const std::vector<Option>& table, int argc, char** argv);
 
 // "1 thread", "2 threads".
@@ -60,9 +60,9 @@ inline std::string counted(size_t n, const char* thing) { return format("%zu %s%
 
 void write_stdout(std::string_view text);
 
-// `PROGRAM --version`: true if that was asked, and answered.
+// `PROGRAM --version`: prints the version and returns true if it was given.
 bool told_version(const char* program, int argc, char** argv);
 
-// The table as people read it.
+// Prints the table as --help.
 std::string help_text(const std::vector<Option>& table);
 inline void print_help(const char* usage, const std::vector<Option>& table) { write_stdout(usage + help_text(table)); }

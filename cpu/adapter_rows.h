@@ -10,7 +10,7 @@ INLINE void add_adapter(acc<T>* y, const Adapter<T>& a, int block, int row, int 
     for (int j = 0; j < a.modules; j++) {
         if (a.block[j] != block) continue;
         const T *x = h + j * a.rank, *B = a.B + row * ld + j * a.rank;
-        for (int r = 0; r < rows; r += LANES) { // (past the end the last row is taken again)
+        for (int r = 0; r < rows; r += LANES) { // (past the end it is the last row again)
             const int some = std::min(LANES, rows - r);
             lanes<T> sum[LANES] = {}, u, v;
             int i = 0;

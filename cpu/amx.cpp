@@ -22,8 +22,8 @@ static void fix_two_groups(void* to, const bf16* x, int) {
     }
 }
 
-// The sums of each half of 8 vectors of integers: of the lower halves of a[0..3], of their upper halves, and the same
-// of a[4..7].
+// The sums of each half of 8 vectors of integers: the lower halves of a[0..3], their upper halves, then the same for
+// a[4..7].
 static INLINE __m512i sum_halves(const __m512i* a) {
     __m512i two[4], four[2];
     for (int i = 0; i < 4; i++)
@@ -36,7 +36,7 @@ static INLINE __m512i sum_halves(const __m512i* a) {
                             _mm512_maskz_shuffle_i32x4(0xffff, four[0], four[1], 0xdd));
 }
 
-// A number for each of two groups, in the order of sum_halves.
+// One number for each of two groups, in the order of sum_halves.
 static INLINE __m512i per_group(const void* two_words) {
     int64_t pair;
     memcpy(&pair, two_words, 8);
@@ -44,8 +44,8 @@ static INLINE __m512i per_group(const void* two_words) {
     return _mm512_maskz_permutexvar_epi32(0xffff, which, _mm512_set1_epi64(pair));
 }
 
-// 256 h + m and l of x by 64 weights of one row: 16 sums each, of which 8 are a group's. The instruction wants one
-// factor without sign: q + 128; and 128 times the sum of x is subtracted later.
+// Products of 256 h + m and l of x with 64 weights of one row: 16 sums each, 8 per group. The instruction needs one
+// unsigned factor: q + 128. 128 times the sum of x is subtracted later.
 static INLINE void dot64(__m512i& upper, __m512i& lower, const int8_t* q, const FixedX& x) {
     const __m512i u = _mm512_xor_si512(_mm512_loadu_si512(q), _mm512_set1_epi8(-128));
     lower = _mm512_dpbusd_epi32(_mm512_setzero_si512(), u, _mm512_load_si512(x.plane[2]));
@@ -61,8 +61,8 @@ static INLINE __m512 group_sums(const __m512i (&upper)[8], const __m512i (&lower
     return _mm512_mul_ps(step, _mm512_fmadd_ps(a, _mm512_set1_ps(256), b));
 }
 
-// 8 rows at a time, two groups of each. The rows are from all over the tile, and a single token's product asks for
-// those of the next tile: the memory of these CPUs gives the most when it is read at several places.
+// 8 rows at a time, two groups of each. The rows are spread over the tile. A single token's product also prefetches
+// rows of the next tile: the memory of these CPUs is fastest when several places are read at once.
 template <bool ONE_TOKEN>
 static void amx_vnni_tile(float* y, WeightRows<bf16> w, int rows, const void* input, int N) {
     const FixedX* x = (const FixedX*)input;
@@ -70,7 +70,7 @@ static void amx_vnni_tile(float* y, WeightRows<bf16> w, int rows, const void* in
     for (int first = 0; first < apart; first++) {
         const int8_t* q[8];
         int at[8], row[8];
-        for (int r = 0; r < 8; r++) { // (the last row stands for those that are missing)
+        for (int r = 0; r < 8; r++) { // (the last row replaces missing ones)
             row[r] = smaller(first + r * apart, rows - 1);
             q[r] = w.q + (size_t)row[r] * in, at[r] = row[r] * groups;
         }
@@ -180,7 +180,7 @@ void amx_tile(float* y, const bf16* w, const bf16* x, bool one, int N, int in) {
 }
 
 // ---- INT8 by tiles
-// The sums H, M, L of one group, 16 rows by 16 tokens each, in tiles A, B and C. (A tile's name is no variable.)
+// The sums H, M, L of one group, 16 rows by 16 tokens each, in tiles A, B and C. (A tile's name must be a constant.)
 #define AMX_GROUP(A, B, C, sums, q, in, x) \
     _tile_zero(A);                         \
     _tile_zero(B);                         \
@@ -220,8 +220,8 @@ static INLINE void amx_add_groups(float (*total)[16],              // (rows, tok
 }
 
 // 32 rows of INT8 and N <= TILE_TOKENS tokens, 16 by 16 at a time; the bits of amx_vnni_tile. Four groups go through
-// the tiles, alternating between two sets of them, before vectors take the sums: what a tile has stored cannot be
-// loaded soon.
+// the tiles, alternating between two sets of them, before vectors read the sums: a stored tile cannot be loaded at
+// once.
 void amx_int8_tile(float* y, const WeightRows<bf16>& w, const FixedTile* x, int N) {
     constexpr int TOGETHER = 4;
     const int in = w.in, groups = in / GROUP;
@@ -271,6 +271,6 @@ double amx_multiply(MultiplyBlock* memory) {
     _tile_release();
     return 2. * 16 * 16 * 32 * 4 * 500;
 }
-// tdpbssd takes the same time, and is twice as deep; but three planes of x want one each.
+// tdpbssd takes the same time and is twice as deep, but each of the three planes of x needs its own.
 double amx_multiply_int8(MultiplyBlock* memory) { return amx_multiply(memory) * 2 / 3; }
 #endif

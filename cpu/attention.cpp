@@ -9,9 +9,9 @@
 #include <vector>
 
 // ---- attention, page by page with a running maximum (Milakov & Gimelshein, "Online normalizer calculation for
-// softmax", 2018): when it grows, what was summed so far is scaled down. Every CPU_SPLIT keys the sums start anew, and
-// are then added to those of the splits before in the same way. So the splits of one row can be tasks of their own,
-// where there are few rows (decoding at long contexts), and the row's bits are the same.
+// softmax", 2018): when it grows, the sums so far are scaled down. Every CPU_SPLIT keys the sums start anew, and are
+// then added to the sums of earlier splits in the same way. So the splits of one row can be separate tasks if there are
+// few rows (decoding at long contexts), with the same bits.
 constexpr int ATTENTION_ROWS = 32; // query rows that share a page while it is in the first-level cache
 constexpr int CPU_SPLIT = 512;     // keys; whole pages
 
@@ -128,7 +128,7 @@ template <class T> struct Attention {
                 const Page<T> page = {keys + at, values + at}, following = {keys + next, values + next};
                 for (int i = 0; i < count; i++) add_page(rows[i], stored, page, i == 0 ? following : page, first);
             } else {
-                // Keys past the end of the longest row were never written: they count as zeros.
+                // Keys past the end of the longest row are uninitialized: they count as zeros.
                 if (b.fp8) {
                     widen_fp8(page_keys, keys, table[first / PAGE], kv, held);
                     widen_fp8(page_values, values, table[first / PAGE], kv, held);
@@ -147,7 +147,7 @@ template <class T> struct Attention {
         }
     }
 
-    // The first `held` numbers of a page and head of an FP8 cache. (A NaN is not among the e4m3: see KVRow.)
+    // The first `held` numbers of a page and head of an FP8 cache. (No e4m3 is a NaN: see KVRow.)
     void widen_fp8(A* page, const T* cache, int number, int kv, size_t held) const {
         for (size_t j = 0; j < held / D; j++) {
             const KVRow<T> row(cache, b.fp8, number, kv, (int)j, K, D);
@@ -184,7 +184,7 @@ template <class T> struct Attention {
         loops.mix(a.out, scale, p, page.values, next.values, D);
     }
 
-    // The rows whose splits were tasks of their own.
+    // Joins rows whose splits were separate tasks.
     void join_splits() const {
         for (int n = 0; n < b.N && splits > 1; n++)
             for (int h = 0; h < H && b.seq[n] >= 0; h++) {

@@ -23,7 +23,7 @@ struct Avx2 {
     static INLINE void load8(Vector& v, const int8_t* p) {
         v = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
     }
-    static INLINE void load8(Vector& v, const e4m3* p) { // as load_lanes has it
+    static INLINE void load8(Vector& v, const e4m3* p) { // same as load_lanes
         const __m256i u = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
         const __m256i size = _mm256_and_si256(u, _mm256_set1_epi32(0x7f));
         const __m256i normal = _mm256_add_epi32(_mm256_slli_epi32(size, 20), _mm256_set1_epi32(120 << 23));
@@ -101,7 +101,7 @@ struct Avx2Pairs : Avx2 {
         w[0] = _mm256_and_si256(both, low);
         w[1] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
     }
-    // A half that is finite; as half_to_float has it.
+    // A finite half; same as half_to_float.
     static INLINE void widen_half(Vector& s, uint16_t h) {
         const __m256i u = _mm256_set1_epi32((h & 0x7fff) << 13 | (h & 0x8000) << 16);
         s = _mm256_mul_ps(_mm256_castsi256_ps(u), _mm256_set1_ps(0x1p112f));

@@ -10,8 +10,8 @@
 #include "cpu/loops.h"
 
 namespace {
-// vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, with no conversion at all. For products of
-// bf16 weights.
+// vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, without conversion. For products of bf16
+// weights.
 struct Bf16Dot : Avx512 {
     using Operand = __m512bh;
     template <class T> using Input = bf16;
@@ -28,9 +28,9 @@ struct Bf16Dot : Avx512 {
 };
 
 // ---- INT8
-// vpdpbusd multiplies 64 pairs of bytes and adds them by fours to 16 sums: X = 65536 h + 256 m + l. One factor has no
-// sign: m and l, and q + 128 for h; so -128 times the sum of h is where its sums begin. (What overflows on the way is
-// a multiple of 2^32.)
+// vpdpbusd multiplies 64 pairs of bytes and adds them by fours to 16 sums: X = 65536 h + 256 m + l. One factor is
+// unsigned: m and l, and q + 128 for h; so the sums of h start at -128 times the sum of h. (Overflow on the way is a
+// multiple of 2^32.)
 struct VnniIntegers : Avx512 {
     static constexpr int COLUMNS = 2 * GROUP, ROWS = 4, TOKENS = 2;
     struct alignas(64) Fixed {
@@ -85,8 +85,8 @@ struct VnniPairs : Avx512 {
         w[0] = _mm512_and_si512(both, low);
         w[1] = _mm512_and_si512(_mm512_maskz_srli_epi16(~0u, both, 4), low);
     }
-    // Lanes 0-7 have the scale of their columns' group, 8-15 that of columns 64 further on. Past the end of a row some
-    // other row's are read, and multiplied by zeros.
+    // Lanes 0-7 hold the scale of their columns' group, 8-15 that of columns 64 further on. Past the end of a row some
+    // scales belong to the next row; they are multiplied by zeros.
     template <int G>
     static INLINE void load_scales(Scales<G>& s, const uint16_t* scale, const uint8_t* zero,
                                    int column) {

@@ -22,7 +22,7 @@ struct Avx512 {
     static INLINE void load(Vector& v, const int8_t* p, Part m) {
         v = _mm512_maskz_cvtepi32_ps(m, _mm512_maskz_cvtepi8_epi32(m, _mm_maskz_loadu_epi8(m, p)));
     }
-    // e4m3 at half's places is the number times 2^-8; the conversion takes subnormals too.
+    // e4m3 shifted to the fields of a half is the number times 2^-8; the conversion handles subnormals too.
     static INLINE void load(Vector& v, const e4m3* p, Part m) {
         const __m256i u = _mm256_maskz_cvtepu8_epi16(m, _mm_maskz_loadu_epi8(m, p));
         const __m256i size = _mm256_and_si256(u, _mm256_set1_epi16(0x7f));
@@ -46,7 +46,7 @@ struct Avx512 {
         v = _mm512_add_ps(v, _mm512_maskz_permute_ps(0xffff, v, 0xb1));
         return _mm512_cvtss_f32(v);
     }
-    // The totals of 16 sums in one vector, for little more than three single ones take; the same additions.
+    // The totals of 16 sums in one vector, at little more than the cost of three single totals; the same additions.
     static INLINE Vector totals16(const Vector (&s)[16]) {
         Vector a[8], b[4], c[2];
         UNROLL for (int i = 0; i < 8; i++)

@@ -32,7 +32,7 @@ void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const
         acc<T> right;
         memcpy(&right, row + target[r], sizeof right); // (the memory is of both types)
         loss[r] = std::log(sum) + top - right;
-        for (int v = 0; v < V && dlogits; v += LANES) { // (a gradient is no longer than a logit: what is unread stays)
+        for (int v = 0; v < V && dlogits; v += LANES) { // (a gradient is no longer than a logit: unread logits stay)
             const int n = exponentials(v);
             T g[LANES];
             for (int l = 0; l < n; l++) g[l] = to_stored<T>((e[l] / sum - (v + l == target[r])) * scale);

@@ -7,8 +7,8 @@
 #include "model/instances.h"
 #include <vector>
 
-// ---- Sums of rows, each times a number, by the loop of the CPU's instruction set. What it reads is packed before: numbers
-// of `rows` sums side by side for each term, and rows of `columns` numbers, both as acc<T>.
+// ---- Sums of rows, each times a number, by the loop of the CPU's instruction set. Its inputs are packed before:
+// numbers of `rows` sums side by side for each term, and rows of `columns` numbers, both as acc<T>.
 namespace {
 template <class X> struct Rows { // row t, and its length
     const X* first;
@@ -39,7 +39,7 @@ static void pack_rows(acc<T>* packed, Row row, int t0, int terms, int i0, int co
 }
 // close(a, i, sum) for every a < A, i < I with one sum in the order of t < terms,
 //     sum = open(a, i) + sum_t (factor * u[t * u_term + a * u_row]) * row(t)[i]
-// A task has the columns of one tile and some blocks of its rows.
+// A task covers the columns of one tile and some blocks of its rows.
 template <class T, class Row, class Open, class Close>
 static void outer_sums(int A, int I, int terms, const T* u, size_t u_term, size_t u_row, acc<T> factor, Row row,
                        Open open, Close close) {

@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #ifndef QWEN3_DOUBLE
-// The sum of n words, of which a thread reads `streams` pieces side by side; n is a multiple of 8 * streams.
+// The sum of n words, which a thread reads as `streams` pieces side by side; n is a multiple of 8 * streams.
 template <int STREAMS> static uint64_t read_streams(const uint64_t* data, size_t n) {
     typedef uint64_t Words __attribute__((vector_size(64), may_alias));
     const size_t piece = n / STREAMS;
@@ -28,7 +28,7 @@ double ReadTest::pass(size_t kind) {
     #pragma omp parallel for schedule(static) reduction(+ : sum)
     for (size_t task = 0; task < TASKS; task++) sum += READ[kind](data + task * (WORDS / TASKS), WORDS / TASKS);
     const double rate = (double)(WORDS * 8) / (seconds() - start);
-    if (sum == 1) fprintf(stderr, " "); // the sum is used: no compiler drops the loop
+    if (sum == 1) fprintf(stderr, " "); // the sum is used, so no compiler removes the loop
     return rate;
 }
 
@@ -58,7 +58,7 @@ template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, doubl
     {
         MultiplyBlock memory[16];
         for (auto& v : memory) v = MultiplyBlock{} + 1;
-        double flops = 0, took = 0; // each thread's own: they take their time to start
+        double flops = 0, took = 0; // once per thread: waking the threads takes time
         for (const double start = seconds(); took < time; took = seconds() - start) flops += multiply(memory);
         rate += flops / took;
     }

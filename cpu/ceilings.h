@@ -4,11 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
-// This machine's ceilings, measured by loops that do nothing else: reading memory, and multiplying from registers. Our
-// figures are shares of them.
+// This machine's ceilings, measured by loops that only read memory, or only multiply registers. Measured speeds are
+// reported as shares of them.
 
-// Reads 1 GB of memory with all threads and does nothing else. How many streams a CPU's prefetchers follow best differs
-// by 1.5 times between makes: the best of 1, 2, 4 and 8 a thread, five passes of each.
+// Reads 1 GB of memory with all threads. The number of streams that a CPU's prefetchers follow best differs between
+// makes, by 1.5 times in bandwidth: the best of 1, 2, 4 and 8 per thread, five passes of each.
 class ReadTest {
     Arena arena;
     uint64_t* data;
@@ -25,9 +25,9 @@ class ReadTest {
 // and T).
 template <class T> double cpu_multiply_ceiling(bool int8, double time);
 
-// A burst of multiply-adds on registers alone, one function for each instruction set, in its source; returns how many
-// flops it was. Sums enough to hide the latency of one, few enough for the registers; the compiler does not know that
-// they are equal.
+// A burst of multiply-adds on registers alone, one function for each instruction set, in its source; returns the number
+// of flops. There are enough sums to hide the latency of one and few enough for the registers; the compiler cannot
+// prove that they are equal.
 typedef float MultiplyBlock __attribute__((vector_size(64), may_alias));
 double plain_multiply(MultiplyBlock* memory); // (16) blocks, all 1, as are the others
 double avx2_multiply(MultiplyBlock* memory);

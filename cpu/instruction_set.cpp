@@ -21,7 +21,7 @@ InstructionSet best_instruction_set() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return ISA_AVX512;
     if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return ISA_AVX512; // AVX512_BF16, AVX512_VNNI
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); // AMX-BF16, AMX-TILE, AMX-INT8
-    // Linux gives a process the tile registers when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+    // Linux grants a process the tile registers on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
 #else
     return ISA_PLAIN;

@@ -9,7 +9,7 @@ const char* instruction_set_name(int set);
 InstructionSet best_instruction_set();
 extern InstructionSet instruction_set; // the process's: the best one; a test or --cpu may take a lesser one
 
-// Older compilers do not know the instructions of bf16 and AMX; they, and other processors, get the plain loops.
+// Older compilers lack the instructions for bf16 and AMX; they, and other processors, use the plain loops.
 #if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define HAVE_SIMD
 #endif

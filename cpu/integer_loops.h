@@ -3,10 +3,10 @@
 #pragma once
 #include "cpu/loops.h"
 
-// ---- INT8 in integers. In each group of 32, x = step * X with |X| < 2^22, and a power of two that gives the largest
-// |X| 22 bits. A bf16 has 8: all within 2^-14 of the largest are held exactly; what smaller ones lose is less than a
-// float sum would round away. (The least step is 2^-126.) So a sum of four q X is exact in 32 bits, and only it becomes
-// a float: y += scale * step * sum.
+// ---- INT8 in integers. In each group of 32, x = step * X with |X| < 2^22; step is the power of two that gives the
+// largest |X| 22 bits. A bf16 has 8: numbers within 2^-14 of the largest are exact; smaller ones lose less than a float
+// sum would round away. (The least step is 2^-126.) So a sum of four q X is exact in 32 bits, and only it becomes a
+// float: y += scale * step * sum.
 INLINE float fix_group(int* X, const bf16* x, int n = GROUP) {
     int largest = 0;
     for (int i = 0; i < n; i++) largest = larger(largest, x[i].bits & 0x7fff);
@@ -24,18 +24,17 @@ INLINE float fix_group(int* X, const bf16* x, int n = GROUP) {
     return exponent < 255 ? step : __builtin_nanf(""); // an infinity or a NaN is among them
 }
 
-// How far ahead of their use INT8 weights are asked for, at least, in bytes. (Zen 4: 2 KB is too late; 8 to 64 KB are
-// the same.)
+// Prefetch distance of INT8 weights in bytes, at least. (Zen 4: 2 KB is too late; 8 to 64 KB are equal.)
 constexpr size_t FETCH_AHEAD = 8192;
 
 // A struct `Set` adds to a set of vectors, for integer_loop:
 //     Fixed    COLUMNS numbers of a token as integers; `fix` makes them    Weights  COLUMNS weights of a row
 //     load_weights, load_scales   these, and their scales lane by lane     add_product  sum += q X scale step
 
-// y[m][r] = W[r] . x[m] for R rows of INT8 weights and M tokens that are integers. A cache line of weights takes some
-// 20 instructions, so a CPU that looks 300 instructions ahead has too few lines on their way from memory. Hence each
-// line asks for the one in its own place whole blocks of R rows later; into the second-level cache, since the first
-// one tracks too few misses.
+// y[m][r] = W[r] . x[m] for R rows of INT8 weights and M tokens as integers. A cache line of weights takes some 20
+// instructions, so a CPU with a window of 300 instructions has too few loads in flight. Hence each line prefetches the
+// line at its own place whole blocks of R rows later; into the second-level cache, since the first one tracks too few
+// misses.
 template <class Set, int R, int M>
 static void integer_loop(float* y, const int8_t* q, const bf16* scale, const typename Set::Fixed* x, int in) {
     const int steps = in / Set::COLUMNS;
@@ -81,10 +80,10 @@ template <class Set> static void fix_columns(void* out, const bf16* x, int) {
 template <class Set>
 constexpr IntegerTiles INT8_TILES = {Set::COLUMNS, sizeof(typename Set::Fixed), fix_columns<Set>, integer_tile<Set>};
 
-// ---- INT4 in integers. Bytes without sign (q) are multiplied by bytes with one, three planes of x: X = 65536 h +
-// 256 m + l. The sum over a group of (q - z) X is that of q X, less z times that of X, which is known before: all exact
-// in 32 bits for groups of up to 128. y += scale * step * sum. HALF bytes of a row are read at once, and hold two
-// numbers each.
+// ---- INT4 in integers. Unsigned bytes (q) are multiplied by signed bytes, three planes of x: X = 65536 h + 256 m + l.
+// The sum over a group of (q - z) X is the sum of q X less z times the sum of X, which is known before: all exact in 32
+// bits for groups of up to 128. y += scale * step * sum. HALF bytes of a row are read at once, and hold two numbers
+// each.
 namespace { // (a type of each source's own)
 template <int G, int HALF> struct alignas(64) FixedPairs { // of 2 * HALF numbers of a token
     static constexpr int COLUMNS = 2 * HALF, TOGETHER = smaller(G, COLUMNS); // numbers that share a step
@@ -92,7 +91,7 @@ template <int G, int HALF> struct alignas(64) FixedPairs { // of 2 * HALF number
     int32_t sum[2][HALF / 4]; // of four X; for groups of 64 and more, of both halves
     float step[2][HALF / 4];
 
-    // `left` numbers follow, a multiple of 64; zeros stand for those that are missing.
+    // `left` numbers follow, a multiple of 64; missing ones are zeros.
     static void fix(FixedPairs& out, const bf16* x, int left) {
         int X[COLUMNS] = {};
         float step[COLUMNS / TOGETHER] = {};

@@ -8,8 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-// Inlined wherever it is used, so that it is compiled for the instruction set of the function that uses it, and no
-// object file holds a copy of it.
+// Always inlined: it is compiled for the instruction set of the function that uses it, and no object file holds a copy.
 #define INLINE inline __attribute__((always_inline))
 
 // Loops over a sum's rows, tokens and chains are unrolled, so that it stays in registers.
@@ -63,7 +62,7 @@ INLINE float as_float(bf16 x) {
 }
 INLINE float as_float(float x) { return x; }
 
-// FP8: moved to float's places, and 120 added to the exponent; subnormals have none, they are eighths of 2^-6.
+// FP8: shifted to float's fields, with 120 added to the exponent; subnormals have none, they are eighths of 2^-6.
 struct e4m3 {
     uint8_t bits;
 };
@@ -82,7 +81,7 @@ template <class V> INLINE void load_lanes(V& v, const e4m3* p) {
 template <class V, class T> INLINE void load_some(V& v, const T* p, int n) {
     if (n == LANES) return load_lanes(v, p);
     T whole[LANES] = {};
-    if (n == LANES / 2) memcpy((void*)whole, p, LANES / 2 * sizeof(T)); // (of a known size it is one instruction)
+    if (n == LANES / 2) memcpy((void*)whole, p, LANES / 2 * sizeof(T)); // (for a constant size it is one instruction)
     else memcpy((void*)whole, p, (size_t)n * sizeof(T));
     load_lanes(v, whole);
 }

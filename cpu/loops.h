@@ -3,20 +3,20 @@
 #include "cpu/tiles.h"
 
 // Each instruction set has a source (plain.cpp, avx2.cpp, ...) that is compiled for these instructions, instantiates
-// the loops and gives out pointers to them. Its other functions must not reach a CPU that lacks the instructions: the
-// linker keeps one copy of an inline function that several objects hold, whichever comes first. So all that these
-// sources define or call is in an anonymous namespace, static or INLINE; they call nothing of std that is not a
-// compiler's built-in, and have no variables that are initialised by code. (tests: nm finds no weak symbol in them.)
+// the loops and exports pointers to them. Its other functions must not reach a CPU that lacks the instructions: if
+// several objects hold an inline function, the linker keeps any one copy. So everything that these sources define or
+// call is in an anonymous namespace, static or INLINE; they call nothing of std but compiler built-ins, and have no
+// variables that are initialised by code. (tests: nm finds no weak symbol in them.)
 //
 // A struct `Set` is a set of vector instructions:
 //     Vector    SUMS sums; load_sum, store_sum       Operand  WIDTH numbers that are multiplied
 //     part      of n >= 0 numbers that follow, those that fit into an Operand
 //     load      that part of a row, zeros past it    store    that part to memory
-//     fill      the same number in all lanes         keep     in a register: g++ would read it again for every product
+//     fill      the same number in all lanes         keep     in a register: g++ would reload it for every product
 //     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
 //     totals    of R rows by M tokens: y[m][r]
-//     Input     what x is read as: acc<T>, made once a product, or T where the instructions take it
-//     CHAINS    vectors a sum, so that one does not wait for another in a single token's product
+//     Input     the type of x: acc<T>, made once a product, or T where the instructions accept it
+//     CHAINS    independent vectors per sum, to hide latency in a single token's product
 //     OUTER     rows of a tile of sums of products of two vectors, 2 Vectors wide
 //     ROWS, TOKENS  of W and x at once; KEYS and MIXED of attention: as many as the registers hold
 template <class Set> using Vector = typename Set::Vector;
@@ -54,8 +54,8 @@ static void product_row(Y* y, const W* w, const S* scale, int group, const X* x,
 }
 
 // The same sums for R rows of W and M tokens, over `columns` columns that stay in the first-level cache: chain after
-// chain, so that all sums of one are in registers. (Without UNROLL g++ keeps them in memory: three times slower.) In
-// `sums` they wait for the next columns; after the last ones, y[m][r] are the totals.
+// chain, so that all sums of one chain are in registers. (Without UNROLL g++ keeps them in memory: three times slower.)
+// `sums` carries them to the next columns; after the last ones, y[m][r] are the totals.
 template <class Set, int R, int M, class W, class X>
 static INLINE void block_step(Vector<Set> (&sum)[R][M][1], const W* w, size_t w_row, const X* x, size_t x_row,
                               typename Set::Part some) {
@@ -99,10 +99,9 @@ static void product_block(Y* y, Y* sums, const W* w, size_t w_row, const X* x, s
     Set::totals(y, sum);
 }
 
-// The two loops of attention. HEAD: D where the compiler should know it, so that addresses are constants, a multiple of
-// what registers hold; or 0.
-// p[j] = q . keys[j] for the 16 keys of a page; keys (16,D), stored or widened before. A stored key asks for the one in
-// its place of the next page, which no prefetcher of a CPU can guess: pages of 4 KB lie where the table says.
+// The two loops of attention. HEAD: D as a compile-time constant, a multiple of the vector width, or 0. p[j] = q .
+// keys[j] for the 16 keys of a page; keys (16,D), stored or widened before. A stored key prefetches the key at its
+// place in the next page: no hardware prefetcher can predict it, since the block table places pages of 4 KB.
 template <class Set, class U, class S>
 static INLINE void scores_step(Vector<Set> (&sum)[Set::KEYS][1][1], const U* q, const S* keys, const S* next, int D,
                                typename Set::Part some) {
@@ -128,8 +127,8 @@ static void attention_scores(U* p, const U* q, const S* keys, const S* next, int
     }
 }
 
-// out = out * scale + sum_j p[j] values[j] over the 16 values of a page; values (16,D). MIXED vectors of out at a
-// time hide each other's latency.
+// out = out * scale + sum_j p[j] values[j] over the 16 values of a page; values (16,D). MIXED vectors of out at a time
+// hide each other's latency.
 template <class Set, class U, class S>
 static INLINE void mix_columns(U* out, U scale, const U* p, const S* values, const S* next, int D, int left) {
     constexpr int WIDTH = Set::WIDTH, MIXED = Set::MIXED;
@@ -160,8 +159,8 @@ static void attention_mix(U* out, U scale, const U* p, const S* values, const S*
 }
 
 
-// A tile. A single token streams W from memory row after row, in the order in which it lies there: this is what gives
-// the most of it. For several tokens a few rows are made Inputs once, BLOCK bytes of each at a time.
+// A tile. For a single token W is streamed row after row in memory order, which gives the highest bandwidth. For
+// several tokens a few rows are converted to Inputs once, BLOCK bytes of each at a time.
 template <class Set, Format F, class T>
 static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
     using X = typename Set::template Input<T>;
@@ -170,7 +169,7 @@ static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input
     constexpr int R = Set::ROWS, M = Set::TOKENS;
     const X* x = (const X*)input;
     const int in = w.in;
-    if constexpr (F != Format::INT4) if (N == 1) { // (INT4 by floats is for T and sizes that nobody decodes fast)
+    if constexpr (F != Format::INT4) if (N == 1) { // (INT4 by floats: only for T and sizes where speed does not matter)
         for (int r = 0; r < rows; r++, w.skip(1))
             if constexpr (F == Format::INT8)
                 product_row<Set, true, C>(y + r, w.q, w.scale, GROUP, x, in);

@@ -4,10 +4,10 @@
 #include <cstddef>
 #include <cstdint>
 
-// op_cpu(ctx, ...) computes `op` of Book I: see there for formulas, shapes and each parameter. Only the order of a
-// sum's terms differs. Two contracts hold for every op and instruction set: the bits of a row depend neither on the
-// other rows of the batch nor on the number of threads. They are compiled for the types of model/instances.h. RUN finds
-// them by the type of ctx.
+// op_cpu(ctx, ...) computes `op` of Book I, which documents formulas, shapes and parameters. Only the order of a sum's
+// terms differs. Two contracts hold for every op and instruction set: the bits of a row depend neither on the other
+// rows of the batch nor on the number of threads. They are compiled for the types of model/instances.h. RUN finds them
+// by the type of ctx.
 
 // ---- Forward ops: cpu/forward.cpp, products.cpp, attention.cpp
 
@@ -27,7 +27,8 @@ template <class T> void linear_cpu(Context& ctx, T* out, const T* x, const Linea
 template <class T>
 void linear_add_cpu(Context& ctx, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W, int N);
 
-// The same two where of[n] is token n's adapter, or null; lora_down_cpu has made its row of h. W's own is not used.
+// The same two, where of[n] is token n's adapter, or null; lora_down_cpu has computed its row of h. W's own is not
+// used.
 template <class T>
 void rows_linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, const Adapter<T>* const* of, int N);
 template <class T>
@@ -68,7 +69,7 @@ void head_cpu(Context& ctx, acc<T>* logits, T* picked, const T* x, const int* ro
 
 // ---- Sampler: cpu/sample.cpp
 
-// Draws the id that `sample` draws
+// Samples the same id as `sample`
 int sample_cpu(const Context& ctx, const float* logits, int exist, const Sampling& how, uint64_t counter);
 
 // The k likeliest ids and the sum that makes log-probabilities of logits, as `likeliest`

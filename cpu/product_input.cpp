@@ -31,7 +31,7 @@ const FixedTile* amx_pack_int8(const FixedX* x, int N, int in) { // (N/16, in/32
     for (int t = 0; t < tiles; t++)
         for (int g = 0; g < groups; g++)
             for (int n = 0; n < 16; n++) {
-                const size_t token = std::min(t * 16 + n, N - 1); // (nobody reads what is past N)
+                const size_t token = std::min(t * 16 + n, N - 1); // (numbers past N are never read)
                 const FixedX& from = x[token * groups / 2 + g / 2];
                 FixedTile& to = out[(size_t)t * groups + g];
                 to.step[n] = from.step[g % 2];

@@ -1,10 +1,10 @@
-// cpu/product_input.h: x as the tiles of a product want it, and which tiles these are.
+// cpu/product_input.h: the layout of x for product tiles, and the choice of the tile.
 #pragma once
 #include "cpu/amx.h"
 
 template <class T> struct ProductInput {
     int N, in;
-    bool streams;               // a single token's rows are read one after another, so that tasks can be of few rows
+    bool streams;               // one token: rows are read one after another, so tasks may have few rows
     ProductTile<T> vectors;     // for `operand`: x itself for avx512_bf16_tile, integers, or floats
     const uint8_t* operand;
     size_t token_bytes;         // of it

@@ -7,13 +7,13 @@
 #include "model/instances.h"
 #include <vector>
 
-// A task is a few rows of W: a thread streams its own rows, and holds them in its cache while the tokens pass,
-// TILE_TOKENS at a time. Each tile y goes to use(y, block, row, rows, token, tokens): `rows` rows of W from `row` on,
-// all of one block; y[n * TILE_ROWS + i] is of token + n and row + i.
+// A task is a few rows of W: a thread streams its own rows, and keeps them in its cache for all tokens, TILE_TOKENS at
+// a time. Each tile y goes to use(y, block, row, rows, token, tokens): `rows` rows of W from `row` on, all of one
+// block; y[n * TILE_ROWS + i] belongs to token + n and row + i.
 template <class T, class Use> static void product_tiles(const Linear<T>& W, const T* x, int N, Use use) {
     const ProductInput<T> input(W, x, N);
-    // Tasks of 32 rows; fewer for a single token, so that they spread evenly (AMX wants its 32); more when there are
-    // tokens enough to make re-reading x cost something.
+    // Tasks of 32 rows; fewer for a single token, to balance the threads (AMX needs 32); more if there are so many
+    // tokens that re-reading x has a cost.
     int task_rows = input.streams ? 8 : TILE_ROWS, first_task[4] = {};
     while (N >= TILE_TOKENS && task_rows < 128 && W.out() / (2 * task_rows) >= 2 * thread_count()) task_rows *= 2;
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + task_rows - 1) / task_rows;

@@ -7,8 +7,8 @@
 #include <vector>
 
 #ifndef QWEN3_DOUBLE
-// Draws what `sample` draws, which it asks about those logits only that top-k may keep: all that are at least the k-th
-// largest of the largest ones of blocks.
+// Samples as `sample` does, which is called on only those logits that top-k may keep: all that are at least the k-th
+// largest of the block maxima.
 int sample_cpu(const Context&, const float* logits, int exist, const Sampling& how, uint64_t counter) {
     constexpr int BLOCK = 512; // whole vectors
     const int k = how.temperature == 0 ? 1 : how.top_k, blocks = exist / BLOCK;
@@ -30,13 +30,13 @@ int sample_cpu(const Context&, const float* logits, int exist, const Sampling& h
     return ids[sample(kept.data(), (int)kept.size(), how, counter)];
 }
 
-// Tells what `likeliest` tells. One pass finds the largest logit of each block, another one adds up, and looks for the
-// likeliest only in blocks whose largest is at least the k-th of these.
+// Returns the result of `likeliest`. One pass finds the largest logit of each block. A second pass adds up, and
+// searches only blocks whose maximum is at least the k-th largest maximum.
 void likeliest_cpu(const Context&, Likeliest& out, const float* logits, int exist, int k) {
     constexpr int BLOCK = 512; // whole vectors
     const int blocks = (exist + BLOCK - 1) / BLOCK;
     std::vector<float> tops(blocks);
-    auto load = [&](float (&v)[LANES], int i, int n) { // n usable logits; what is past them is as good as not there
+    auto load = [&](float (&v)[LANES], int i, int n) { // n usable logits; the others do not exist
         std::fill(v + n, v + LANES, -INFINITY);
         for (int l = 0; l < n; l++) v[l] = std::min(std::max(-FLT_MAX, logits[i + l]), FLT_MAX); // (not a NaN)
     };

@@ -5,7 +5,7 @@
 #include "model/weights.h"
 
 // gpu/ceilings.cu: flops a second by mma.sync, which every GPU from sm_80 on has, in some milliseconds; bytes a second
-// of reading 2 GB, less if there is less.
+// when reading 2 GB, or all memory if there is less.
 double gpu_multiply_ceiling(const Context& ctx);
 double gpu_read_ceiling(const Context& ctx);
 
@@ -18,7 +18,8 @@ template <class T> double multiply_ceiling([[maybe_unused]] const Context& ctx, 
 
 struct Ceilings { double read, multiply; }; // bytes, flops a second
 
-// The ceilings of the GPU (it reads 2 GB, or less if it has less), else of the CPU, whose memory was tested before.
+// The ceilings of the GPU (it reads 2 GB, or all its memory if it has less), else of the CPU, whose bandwidth was
+// measured before.
 template <class T>
 Ceilings measure_ceilings([[maybe_unused]] const Context& ctx, bool int8, const ReadTest* memory = nullptr) {
     if constexpr (WITH_GPU) if (ctx.gpu) return {gpu_read_ceiling(ctx), gpu_multiply_ceiling(ctx)};

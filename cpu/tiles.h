@@ -3,8 +3,8 @@
 #include "cpu/instruction_set.h"
 #include "cpu/lanes.h"
 
-// A tile is y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. In each
-// way to compute it an output is one sum in one order, whatever the other rows and tokens are.
+// A tile is y[n * TILE_ROWS + r] = W[r] . x[n] for `rows` <= TILE_ROWS rows of W and N <= TILE_TOKENS tokens. Each
+// implementation computes an output as one sum in one order, whatever the other rows and tokens are.
 constexpr int TILE_ROWS = 32, TILE_TOKENS = 64;
 
 // Consecutive rows of one block of a Linear.
@@ -38,10 +38,10 @@ template <class T> struct WeightRows {
 };
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
 
-// Bytes of this thread for what a tile has on its way, from a cache line's beginning on.
+// This thread's scratch for a tile's intermediate results, aligned to a cache line.
 void* tile_scratch(size_t bytes);
 
-// The two loops of attention: see cpu/loops.h. S is what keys and values are stored as, or A.
+// The two loops of attention: see cpu/loops.h. S is the stored type of keys and values, or A.
 template <class A, class S> struct AttentionLoops {
     void (*scores)(A* p, const A* q, const S* keys, const S* next, int D);
     void (*mix)(A* out, A scale, const A* p, const S* values, const S* next, int D);
@@ -65,7 +65,7 @@ template <class T> const Loops<T>& best_loops();  // of `instruction_set`
 // Tiles that multiply integers, and how x is made integers for them.
 struct IntegerTiles {
     int columns;                                     // numbers of a token that are made integers together
-    size_t bytes;                                    // they take then
+    size_t bytes;                                    // of these integers
     void (*fix)(void* out, const bf16* x, int left); // `left` numbers of the token follow
     ProductTile<bf16> tile;
 };
