@@ -34,8 +34,8 @@ static void read_targets(const char* file, sj::Value targets, int layers, Adapte
     }
 }
 
-// Reads adapter_config.json. As with a model's config, what changes the computation is read or must be off. A key that
-// is not known here may change it: it must be off too.
+// Reads adapter_config.json. As with a model's config, keys that change the computation are read or must be off. An
+// unknown key may change it: it must be off too.
 static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, int layers) {
     const char* name = file.c_str();
     sj::Doc doc;
@@ -57,7 +57,7 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
         if (!(v.is(sj::Null) || v.is(sj::False) || empty || (key == "bias" && v.str() == "none")))
             DIE("%s: %s = %.60s is not supported", name, key.c_str(), std::string(v.raw()).c_str());
     }
-    // PiSSA, OLoRA and their like move a part of the base model's weights into the adapter: it fits no other base.
+    // PiSSA, OLoRA and similar methods move a part of the base model's weights into the adapter: it fits no other base.
     const sj::Value init = j["init_lora_weights"];
     if (init && !init.is_bool() && !init.is(sj::Null) && init.str() != "gaussian")
         DIE("%s: init_lora_weights = %.60s is not supported", name, std::string(init.raw()).c_str());
@@ -104,9 +104,9 @@ size_t adapter_parameters(const Config& c, const AdapterConfig& a) {
     return n;
 }
 
-// A copy of a file in memory. (One that is mapped ends us, by SIGBUS, if another program cuts it short meanwhile.)
+// A copy of a file in memory. (A mapping would end the process by SIGBUS if another program truncates the file.)
 static MappedFile copy_of_file(const std::string& path, size_t most) {
-    struct Open { // closed however we leave
+    struct Open { // closed on every path
         int fd;
         ~Open() { if (fd >= 0) close(fd); }
     };

@@ -19,7 +19,7 @@ struct AdapterConfig {
 // A module's name as most adapters have it: q_proj.
 inline std::string module_name(int m) { return strchr(TENSOR_NAMES[m], '.') + 1; }
 
-// The module that PEFT's target_modules calls so ("q_proj", "self_attn.q_proj"); -1: none.
+// The module that PEFT's target_modules names so ("q_proj", "self_attn.q_proj"); -1: none.
 int module_of(const std::string& name);
 
 // adapter_config.json as PEFT reads it. `base` names the model, for people.
@@ -33,8 +33,8 @@ inline std::string adapter_tensor(int layer, int m, char matrix) {
     return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, TENSOR_NAMES[m], matrix);
 }
 
-// An adapter's files, checked against the model they are for: every tensor that must be there is, with the right shape
-// and finite numbers, and no other.
+// An adapter's files, checked against the model: exactly the required tensors are there, with the right shapes and
+// finite numbers.
 struct AdapterFile {
     std::string path;
     MappedFile map;
@@ -43,7 +43,7 @@ struct AdapterFile {
     Starters starters; // none: the model's
     AdapterConfig config;
 
-    // copied: other programs may be at work on the files.
+    // copied: other programs may be changing the files.
     AdapterFile(const std::string& folder, const Config& c, bool copied = false);
 
   private:
@@ -53,7 +53,7 @@ struct AdapterFile {
     void check(const std::string& name, const Shape& shape) const;
 };
 
-// ---- Adapters in memory. `w` is Weights, or whatever else has `layers` as they have.
+// ---- Adapters in memory. `w` is Weights, or any type with the same `layers`.
 
 // Gives every targeted product of the model its Adapter, with no memory for A, B and h yet. Their rank is the config's,
 // rounded up to a multiple of `step`; it is returned.
@@ -71,7 +71,7 @@ template <class Model> int adapt(Model& w, const AdapterConfig& config, int step
 }
 
 // All numbers of an adapter are one array: the A of each product in the model's order, then the B of each. This is
-// where a product's A and B begin there, and where its h begins among the h of one token.
+// where a product's A and B begin in it, and where its h begins within the h of one token.
 struct AdapterPlace { size_t A = 0, B = 0, h = 0; };
 // Calls f(linear, place) for each product that has an adapter. Returns where the last A, B and h end.
 template <class Model, class F> AdapterPlace each_adapter(Model& w, F f) {
@@ -90,7 +90,7 @@ template <class Model, class F> AdapterPlace each_adapter(Model& w, F f) {
 }
 
 // Calls f(name, rows, columns, at, stride) for each of PEFT's tensors: its row r is `columns` numbers of that array,
-// from at + r * stride on. What lies between the rows is zero.
+// from at + r * stride on. Numbers between the rows are zero.
 template <class Model, class F> void each_adapter_tensor(Model& w, F f) {
     each_adapter(w, [&](auto& linear, AdapterPlace at) {
         const auto& a = linear.adapter;
@@ -127,7 +127,7 @@ template <class T> struct AttachedAdapter {
         std::vector<T> stored(p.size());
         for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < A ? p[i] : p[i] * s);
         arena.gpu = ctx.gpu != nullptr;
-        T *numbers, *h; // one h for all products: without training nobody reads it again
+        T *numbers, *h; // one h for all products: without training it is not read again
         auto plan = [&] { numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * rank); };
         plan();
         arena.allocate("the adapter");

@@ -2,12 +2,12 @@
 #pragma once
 #include "model/quantized.h"
 
-// A row is blocks of COUNT neighbours, of BYTES bytes each. A block has GROUPS groups: the numbers of one share a scale
-// d, and in some formats what is added to all of them. Its definition is operator(): number i of group g. (Every
-// product here is exact in a float: 11 bits of a half times 6 or 7 of a scale times 4 to 8. So their order is free.)
+// A row is blocks of COUNT neighbours, of BYTES bytes each. A block has GROUPS groups, whose numbers share a scale d,
+// and in some formats an offset. The definition is operator(): number i of group g. (Every product here is exact in a
+// float: 11 bits of a half times 6 or 7 of a scale times 4 to 8. So their order is free.)
 
 inline float half_at(const uint8_t* p) { return half_to_float(load_as<uint16_t>(p)); }
-// Byte i % 16 has number i in its lower half for i < 16, else in its upper half.
+// Number i is in the lower half of byte i % 16 for i < 16, else in the upper half.
 inline int nibble(const uint8_t* q, int i) { return q[i % 16] >> (i < 16 ? 0 : 4) & 15; }
 
 struct BlockQ4_0 { // half d, 16 bytes: d (q - 8)

@@ -1,4 +1,4 @@
-// model/chat_style.cpp: the texts that a Jinja template writes, and what they say of thoughts and of a system prompt.
+// model/chat_style.cpp: reads from a Jinja template its texts, its handling of thoughts and its default system prompt.
 #include "model/chat_style.h"
 #include "base/text.h"
 #include <set>
@@ -54,7 +54,7 @@ ChatStyle ChatStyle::of(std::string_view jinja) {
     }
     if (style.strange.empty() && jinja.find("<|im_start|>") == jinja.npos) style.strange = jinja;
     const size_t prompt = std::min(jinja.rfind("add_generation_prompt"), jinja.size());
-    const std::string_view end = jinja.substr(prompt); // what writes the generation prompt
+    const std::string_view end = jinja.substr(prompt); // start of the generation prompt
     style.thinks = jinja.find("<think>") != jinja.npos;
     style.can_be_off = end.find("enable_thinking") != end.npos;
     for (const std::string& s : literals_of(end)) {

@@ -78,8 +78,8 @@ ChatText render(const std::vector<Message>& messages, const ChatOptions& options
         out.markup("<|im_start|>system\n").text(messages[0].content).markup("<|im_end|>\n");
     }
 
-    // The last real question of a user, not a tool's answer sent in the user's name. Thoughts before it are
-    // left out; those after it, between the calls that the assistant makes to answer it, are kept.
+    // The last question written by a user, not a tool's answer sent in the user's name. Thoughts before it are left
+    // out. Thoughts after it, between the assistant's calls that serve the answer, are kept.
     auto wraps_tool_response = [](std::string_view s) {
         const std::string_view open = "<tool_response>", close = "</tool_response>";
         return s.substr(0, open.size()) == open && s.size() >= close.size() &&

@@ -1,18 +1,17 @@
-// model/chat_template.h: a conversation -> the ids that Qwen3 was trained on, as Qwen's chat_template.jinja has it.
+// model/chat_template.h: a conversation -> the ids that Qwen3 was trained on, as in Qwen's chat_template.jinja.
 //
 //   std::vector<int> ids = render_chat(tokenizer, {{"system", "Be brief."}, {"user", "Hello!"}});
 //   ids = render_chat(tokenizer, messages_from_json(v["messages"]), {}, tools_from_json(v["tools"]));
 //
 // Templates of the same family (model/chat_style.h) are followed too, by the tokenizer's `chat`.
-// Text and ids are those of Hugging Face's apply_chat_template, byte for byte, with one difference: special
-// tokens (<|im_end|>, <think>, <tool_call>, ...) come from the template only. A caller's text never becomes
-// one, however it looks: who could write <|im_end|> could write the system's or the assistant's words too.
-// The think markers in an assistant's content are no exception: they are parsed as text, and the template
-// writes its own.
+// Text and ids are those of Hugging Face's apply_chat_template, byte for byte, with one difference: special tokens
+// (<|im_end|>, <think>, <tool_call>, ...) come from the template only. A caller's text never becomes one: a caller who
+// could write <|im_end|> could write the system's or the assistant's words too. The think markers in an assistant's
+// content are no exception: they are parsed as text, and the template writes its own.
 //
-// What is refused (Error, one line), or differs on purpose:
-//   - a role other than system, user, assistant, tool: the original drops such a message without a word, and
-//     the answer would be to another conversation;
+// Refused (Error, one line), or different on purpose:
+//   - a role other than system, user, assistant, tool: the original silently drops such a message, and the
+//     answer would belong to another conversation;
 //   - content must be a string, or OpenAI's list of {"type": "text"} parts, which are joined; an assistant's
 //     may be null or missing, as OpenAI's clients send it beside tool calls: "" (the original fails);
 //   - a tool call needs a name and arguments, a tool must be an object.
@@ -62,12 +61,11 @@ inline std::string_view strip_newlines(std::string_view s) {
     return skip_newlines(s.substr(0, s.find_last_not_of('\n') + 1));
 }
 
-// What an assistant thought and what it said. If both are in content they are cut as the original cuts them:
-// the thought is what precedes the first </think>, from the last <think> in there on; the answer follows the
-// last </think>.
+// An assistant's thought and answer. If content holds both, it is split as the original does: the thought is the text
+// before the first </think>, from the last <think> in it on; the answer follows the last </think>.
 std::pair<std::string_view, std::string_view> split_thought(const Message& m);
 
-// A caller's short text in a line of error.
+// A caller's text, shortened for a line of error.
 std::string in_quotes(std::string_view s);
 
 // Whether an answer to this prompt may begin with a thought.
@@ -81,7 +79,7 @@ bool opens_thought(const Tokenizer& tokenizer, const std::vector<int>& prompt);
 ChatText render(const std::vector<Message>& messages, const ChatOptions& options,
                 const std::vector<std::string>& tools, const ChatStyle& style = {});
 
-// The conversation as text, for eyes and hashes: tokenizing it would make special tokens of a caller's text.
+// The conversation as text, for display and hashes: tokenizing it would make special tokens of a caller's text.
 std::string render_text(const std::vector<Message>& messages, const ChatOptions& options = {},
                         const std::vector<std::string>& tools = {});
 
@@ -99,8 +97,8 @@ uint64_t template_hash();
 // in it, or the JSON itself.
 ToolCall tool_call_from_json(sj::Value v, const std::string& where);
 
-// A turn whose role was read: its content, and of the assistant's turn `reasoning_content` and `tool_calls`.
-// where: "messages[3]", for the error.
+// A message whose role has been read: its content; for the assistant also `reasoning_content` and `tool_calls`. where:
+// "messages[3]", for the error.
 Message message_from_json(sj::Value turn, const std::string& role, sj::Value content, const std::string& where);
 
 // [{"role", "content", "reasoning_content"?, "tool_calls"?}, ...]; other keys (tool_call_id) are ignored.

@@ -1,5 +1,5 @@
-// model/cpu.h: what callers use of cpu/ by name: ops, the sampler, instruction sets, ceilings of this machine. A
-// portable build (QWEN3_PORTABLE) has Book I's ops in their place, one instruction set, and no ceilings.
+// model/cpu.h: the parts of cpu/ that callers use by name: ops, the sampler, instruction sets, ceilings of this
+// machine. A portable build (QWEN3_PORTABLE) replaces them by Book I's ops, one instruction set, and no ceilings.
 #pragma once
 #include "qwen3.cu"
 #ifndef QWEN3_PORTABLE
@@ -62,7 +62,7 @@ struct ReadTest {
 };
 struct Ceilings { double read, multiply; };
 template <class T> double multiply_ceiling(const Context&, bool, double) {
-    return std::numeric_limits<double>::infinity(); // a share of it is 0
+    return std::numeric_limits<double>::infinity(); // shares of it are shown as 0
 }
 template <class T> Ceilings measure_ceilings(const Context&, bool, const ReadTest*) { return {ReadTest().ceiling, 0}; }
 #endif

@@ -19,13 +19,13 @@
 //   u32  token[N]            the rows, one after another; the top bit says "train on this one"
 //   u32  zero                only if N is odd
 //   u64  begin[R + 1]        row i is token[begin[i]] up to token[begin[i + 1]]
-//   u64  hash[R]             FNV-1a 64 of the row's ids, 4 bytes each, without the top bit: what is said, and not
-//                            what of it is trained, so that a row is known again in another file
-// The index stands behind the tokens and not before them, so that a writer needs one pass and keeps 16 bytes a
-// row in memory, whatever the rows are.
+//   u64  hash[R]             FNV-1a 64 of the row's ids, 4 bytes each, without the top bit: it does not depend on
+//                            which tokens are trained, so a row is recognised in another file
+// The index follows the tokens, so a writer needs one pass and keeps 16 bytes a row in memory, whatever the
+// rows are.
 //
-// What a loaded file promises: at least one row; each with a token that is trained, and never its first (nothing
-// foresees that one); hashes that are true. The ids are below id_limit(), which the reader compares with its
+// Guarantees of a loaded file: at least one row; each row has a trained token, and never its first one (no
+// token predicts it); hashes that are correct. The ids are below id_limit(), which the reader compares with its
 // vocabulary. Limits: 2^31 - 1 tokens a row, 2^40 in all; little-endian machines.
 //
 // Pairs: rows 2i and 2i + 1 are the chosen and the rejected answer to one prompt. Their prompt is the same, token by
@@ -55,9 +55,9 @@ struct DatasetRow { // for a range-for
 };
 
 uint64_t dataset_hash(DatasetRow row);
-// What is wrong with a row; nullptr if nothing is.
+// The fault of a row; nullptr if there is none.
 const char* dataset_fault(DatasetRow row);
-// What is wrong with a pair of good rows; nullptr if nothing is.
+// The fault of a pair of valid rows; nullptr if there is none.
 const char* dataset_fault(DatasetRow chosen, DatasetRow rejected);
 
 struct Dataset {
@@ -72,8 +72,8 @@ struct Dataset {
     DatasetRow row(size_t i) const { return {token + begin[i], token + begin[i + 1]}; }
     uint64_t hash(size_t i) const { return row_hash[i]; }
 
-    // The ids mean nothing to another vocabulary, and rows of another template teach another conversation. advice: what
-    // to do about the first.
+    // The ids mean nothing to another vocabulary, and rows of another template teach another conversation. advice: how
+    // to resolve the first.
     void must_match(uint64_t tokenizer, uint64_t chat_template,
                     const std::string& advice = "pack it again with this one") const;
 

@@ -6,14 +6,15 @@
 #include <string>
 #include <type_traits>
 
-// What the computation runs on, for people.
+// The device's name, for messages.
 std::string device_name(const Context& ctx);
 
-// Compute in float? As the checkpoint is stored, unless --dtype says otherwise. The GPU computes in bf16.
+// Whether to compute in float: the checkpoint's stored type decides, unless --dtype is given. The GPU computes in bf16.
 bool wide(const ModelOptions& o, const ModelFile& file);
 
 // Book II defines these (qwen3.cu, 8), in CUDA builds only.
-// GPU `device`, with a stream of its own; it becomes this thread's. Throws Error, one line that says why there is none.
+// GPU `device` with a stream of its own; it becomes this thread's GPU. Throws Error, one line with the reason, if there
+// is none.
 Context open_gpu(int device);
 // Throws Error if the kernels cannot compute a model of this shape. logits: it has a head.
 void check_gpu(const std::string& name, const Config& c, bool logits);
@@ -21,13 +22,13 @@ std::string gpu_name(int device); // as its maker calls it; empty: there is no s
 void gpu_use(int device);          // this thread's calls go to that GPU from here on
 size_t gpu_free_memory();          // bytes
 size_t gpu_all_memory();           // bytes
-void gpu_synchronize(const Context& ctx); // waits for all that was launched in the context's stream
+void gpu_synchronize(const Context& ctx); // waits for all work of the context's stream
 // The same GPU with a stream of its own, which ends with the last copy of this context.
 Context with_own_stream(const Context& ctx);
-// The same GPU and stream, and room for scratch of its own: what is planned there leaves the other's alone.
+// The same GPU and stream, with separate scratch: plans made there do not change the other's.
 Context with_own_scratch(const Context& ctx);
 
-// The GPU, if it was asked for or is there and can do what is asked; else the CPU.
+// The GPU, if it was requested, or exists and supports the request; else the CPU.
 Context choose_device(const ModelOptions& o, const ModelFile& file);
 
 // Quantised matrices stay as they are stored: on a CPU unless a --dtype is asked for, on a GPU with --packed.

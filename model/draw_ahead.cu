@@ -63,7 +63,7 @@ int GpuDraws::next() {
     const int p = (int)session.ids.size();
     if (session.lookup.most && !penalties) {
         while ((int)text.size() <= p) go_on(), take();
-        go_on(); // before the caller takes its time
+        go_on(); // before control returns to the caller
         return text[p];
     }
     while (launched < std::min(p + AHEAD, last)) launch_step();
@@ -73,7 +73,7 @@ int GpuDraws::next() {
 int GpuDraws::wait(int row, int pos) {
     const volatile int& drawn = ring[(size_t)row * step.ring_size + pos];
     for (int spins = 0; !drawn; spins++)
-        if (spins % 4096 == 4095) { // a fault of the GPU must not hang us
+        if (spins % 4096 == 4095) { // a GPU fault must not block forever
             const cudaError_t e = cudaStreamQuery(ctx.gpu->stream);
             if (e != cudaErrorNotReady) CUDA_CHECK(e);
         }

@@ -1,4 +1,4 @@
-// model/draw_ahead.h: the draws of a session on a GPU, ahead of the caller.
+// model/draw_ahead.h: sampling of a session on a GPU, ahead of the caller.
 #pragma once
 #include "model/session.h"
 #include "qwen3.cu"
@@ -6,14 +6,14 @@
 #include <memory>
 #include <vector>
 
-// ---- Drawing on a GPU: a step, from embedding to drawn token, is one CUDA graph, whose every changing number lies in
-// the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen, which come through
-// `ring` in the CPU's memory; what was computed past the last token that was accepted is overwritten later. A graph
-// starts when the one launched before it has completed, all of it: what sample_kernel writes, the next graph's kernels
-// may read early.
-//   With lookup, where a step is one kernel, two steps are ahead. When there is something to propose behind the tokens
-// that have come, no more are launched; those under way complete, and show whether it goes on; then comes a step of all
-// that is proposed, and so on while there are proposals. (Not with penalties: each row would need counts of its own.)
+// ---- Sampling on a GPU: a step, from embedding to sampled token, is one CUDA graph; all its changing numbers are in
+// the GPU's memory. Up to AHEAD steps are launched beyond the tokens that the caller has seen. Tokens reach the caller
+// through `ring` in the CPU's memory; results past the last accepted token are overwritten later. A graph starts when
+// the graph launched before it has completed entirely, so the next graph's kernels may read early the results of
+// sample_kernel. With lookup, if a step is one kernel, two steps are ahead. When a proposal follows the tokens that
+// have arrived, no more steps are launched; those under way complete, and show whether the proposal still holds; then
+// one step computes all proposed tokens, and so on while there are proposals. (Not with penalties: each row would need
+// its own counts.)
 struct GpuDraws : DrawsAhead {
     static constexpr int AHEAD = 8, ROWS = STEP_TOKENS;
     Session<bf16>& session;
@@ -30,9 +30,9 @@ struct GpuDraws : DrawsAhead {
     std::map<int, cudaGraphExec_t> graphs; // by splits and whether there are penalties; see also launch_step
     bool penalties = false;
     std::unique_ptr<OneKernelStep> road;   // if a step is one kernel
-    bool asked = false;                    // ... which is known
+    bool asked = false;                    // ... and its speed is known
     // With lookup:
-    std::vector<int> text;                 // the session's ids and what was drawn and has come
+    std::vector<int> text;                 // the session's ids and the sampled tokens that have arrived
     std::vector<int> proposed;             // in the step under way
     int expected = -1;                     // the proposed id for the token under way, if any
     bool row_known = true;                 // the first row of `step` is the one to go on from
@@ -59,13 +59,14 @@ struct GpuDraws : DrawsAhead {
     void go_on();
     // With lookup: waits for the oldest step under way.
     void take();
-    // The last known token and what may follow it to the rows of `step`: from the last position of `text` on.
+    // Writes the last known token and its possible successors to the rows of `step`: from the last position of `text`
+    // on.
     void put_rows(const std::vector<int>& ids);
     void launch_proposed(const std::vector<int>& next);
 
     void launch_draw(const int* row);
 
-    // A step of N tokens as one kernel, which draws too where that is greedy. Its graphs have negative numbers.
+    // A step of N tokens as one kernel, which also samples if that is greedy. Its graphs have negative numbers.
     void launch_road_step(int N) { CUDA_CHECK(cudaGraphLaunch(road_step(N), ctx.gpu->stream)); }
     cudaGraphExec_t road_step(int N);
     void record_road_step(int N);

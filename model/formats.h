@@ -11,7 +11,7 @@
 
 enum class Format { PLAIN, INT8, INT4, FP8 };
 constexpr int GROUP = 32;                 // INT8's, and the smallest of all
-inline constexpr int FP8_GROUP = 128;     // of FP8 activations; the usual one of FP8 weights, in rows and in columns
+inline constexpr int FP8_GROUP = 128;     // of FP8 activations; the common one of FP8 weights, in rows and in columns
 
 // W[r][i] as A, of row r of block b of a Linear that is not PLAIN.
 template <class A, class Linear> A packed_number(const Linear& W, int b, int r, int i) {

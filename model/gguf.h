@@ -42,7 +42,7 @@ struct GgufValue {
     }
 };
 
-// The types of tensors by their number in the file. Those without a Dtype are known by name only, to be refused by it.
+// The types of tensors by their number in the file. Types without a Dtype are listed so that an error can name them.
 struct GgufType {
     const char* name = nullptr;
     Dtype dtype = Dtype::Other;
@@ -94,7 +94,7 @@ std::string hugging_face_name(const std::string& name);
 
 // ------------------------------------------------------------------------------------------------------- Tokenizer
 
-// What the file says of its tokenizer.
+// The tokenizer stored in the file.
 struct GgufVocabulary {
     std::string file, model, split, chat_template; // split: how text is cut into pieces, "qwen2"
     GgufValue tokens, types, merges;
@@ -102,7 +102,7 @@ struct GgufVocabulary {
 
     explicit GgufVocabulary(const GgufFile& g);
 
-    // How it is another than this one, in a few words; "": it is the same.
+    // How it differs from this one, in a few words; "": no difference.
     std::string difference(const Tokenizer& t) const;
 
     // The end tokens: the file's, and those that end a turn or a text by their names.

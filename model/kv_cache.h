@@ -16,9 +16,9 @@ BOTH inline size_t kv_offset(int page, int head, int within, int K, int D) {
 
 // The key or value of a token and head in one layer's cache.
 // FP8: the 16 rows of a page and head are 16 D e4m3, then 16 bytes e: a number is q 2^(e - 128). The e of a row is the
-// smallest with which no number of it is above 448; e = 0 marks a row that had a number that was not finite: all of it
-// reads as NaN. Each number is a bf16 and a row depends on no other row, so attention equals that over a bf16 cache
-// which holds these numbers.
+// smallest for which all its numbers are at most 448; e = 0 marks a row with a non-finite number: all of it reads as
+// NaN. Each number is a bf16 and a row depends on no other row, so attention has the bits of attention over a bf16
+// cache of these numbers.
 template <class T> struct KVRow {
     const T* plain;
     const uint8_t* q;

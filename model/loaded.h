@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-// A Session<T>; what its members do is said there.
+// A Session<T>, which documents the members.
 struct Conversation {
     using Rows = std::function<void(const float* logits)>; // (V)
 
@@ -77,8 +77,8 @@ template <class T> struct LoadedAs : LoadedModel {
     size_t token_bytes() const override;
 };
 
-// Reads the weights, to the GPU if that is where they are used. wide: as float, else as bf16; int8: made INT8 of;
-// keeps: what is quantised stays as it is, see keeps_packed; quiet: nothing on stderr.
+// Reads the weights, to the GPU if ops run there. wide: as float, else as bf16; int8: converted to INT8; keeps:
+// quantised matrices keep their format, see keeps_packed; quiet: nothing on stderr.
 std::unique_ptr<LoadedModel> load_model(const ModelFile& file, const Context& where, bool wide, bool int8, bool keeps,
                                         bool quiet = false);
 

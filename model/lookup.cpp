@@ -42,7 +42,7 @@ std::vector<int> LookUp::propose(const std::vector<int>& ids, size_t room) {
     kind = match.length < 4 ? 0 : match.length < 8 ? 1 : 2;
     const size_t n = number((int)std::min(room, (size_t)most));
     std::vector<int> next;
-    for (size_t i = 0; i < n; i++) { // past the end of ids come those that have just been proposed
+    for (size_t i = 0; i < n; i++) { // past the end of ids come the ids just proposed
         const size_t at = match.next + i;
         next.push_back(at < ids.size() ? ids[at] : next[at - ids.size()]);
     }
@@ -52,7 +52,7 @@ std::vector<int> LookUp::propose(const std::vector<int>& ids, size_t room) {
 void LookUp::computed(size_t tokens, double time, int times) {
     if (tokens < 1 || tokens > MOST + 1) return;
     proposed += (tokens - 1) * (size_t)times;
-    if (tokens > 1) time = std::min(time, expected_time(0) * (double)tokens); // (more: it was held up)
+    if (tokens > 1) time = std::min(time, expected_time(0) * (double)tokens); // (a larger one was delayed)
     steps[tokens].add(time);
     const double one = expected_time(0);
     taken += times * one, won -= times * (expected_time((int)tokens - 1) - one);
@@ -82,7 +82,7 @@ void LookUp::judged(bool is_right) {
 
 void LookUp::waited(double time) {
     const double one = expected_time(0);
-    taken += one, won -= std::min(std::max(time - one, 0.), one); // (more: it was held up)
+    taken += one, won -= std::min(std::max(time - one, 0.), one); // (a larger one was delayed)
 }
 
 double LookUp::expected_time(int n) const {
@@ -106,6 +106,6 @@ size_t LookUp::number(int n) {
         if (time - one <= stake && tokens / hoped > rate) best = i, rate = tokens / hoped;
     }
     passed = best ? 0 : passed + 1;
-    if (!best) tried[kind] *= 0.99, hit[kind] *= 0.99; // so that it is tried again some time
+    if (!best) tried[kind] *= 0.99, hit[kind] *= 0.99; // so that it is tried again later
     return (size_t)best;
 }

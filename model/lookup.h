@@ -1,23 +1,22 @@
-// model/lookup.h: prompt lookup. What comes next has often been said before: in the prompt, in documents, in the answer so
-// far. LookUp finds where the latest tokens stood before, and proposes those that followed. They are computed together
-// with the token that is due, in one step of `forward`; the next tokens are drawn as always, and as long as what is
-// drawn is what was proposed, its logits are there already. So nothing changes but the time (Saxena, "Prompt lookup
+// model/lookup.h: prompt lookup. The next tokens have often occurred before: in the prompt, in documents, in the answer
+// so far. LookUp finds earlier occurrences of the latest tokens, and proposes the tokens that followed them. One step
+// of `forward` computes them together with the due token. The next tokens are sampled as always; as long as a sampled
+// token equals the proposed one, its logits are already computed. So only the time changes (Saxena, "Prompt lookup
 // decoding", 2023), if a row's bits do not depend on the other rows of its batch.
 //
-// Whether it pays: a step of several tokens takes longer, and what was proposed may be wrong. LookUp measures the
-// steps, counts what was right after short and after long matches, and proposes the number of tokens that is expected
-// to bring the most tokens a second; it stakes no more time than it has won, and a hundredth of what the answer took so
-// far.
+// Whether it pays: a step of several tokens takes longer, and proposals may be wrong. LookUp measures the steps, counts
+// correct proposals after short and after long matches, and proposes the number of tokens with the highest expected
+// tokens a second. It spends at most the time saved so far plus 1% of the answer's time.
 //
 //     begin      an answer begins after these ids
-//     propose    the ids to compute beside the one that is due
-//     computed   how long a step of so many tokens took
-//     judged     whether the next proposed id was the one that was drawn
-// On a GPU steps are launched before the tokens of those before are known, and a proposal has to wait until these have
-// come:
-//     foreseen   whether the id that was awaited was the one proposed for its place
-//     came       when a step's tokens came, instead of `computed`
-//     paused     something else is computed
+//     propose    the ids to compute beside the due one
+//     computed   the time of a step of so many tokens
+//     judged     whether the next proposed id equals the sampled one
+// On a GPU steps are launched before the tokens of earlier steps are known, and a proposal has to wait until these have
+// arrived:
+//     foreseen   whether the awaited id is the one proposed for its place
+//     came       when a step's tokens arrived, instead of `computed`
+//     paused     the device computes something else
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -25,8 +24,8 @@
 #include <utility>
 #include <vector>
 
-// Where the last two ids of a list stood before. The positions of a pair of ids are a chain, the latest first; pairs
-// with the same hash share one, which costs a look only.
+// Earlier occurrences of the last two ids of a list. The positions of a pair of ids are a chain, the latest first;
+// pairs with the same hash share a chain, at the cost of one comparison.
 class PairIndex {
     static constexpr int LOOKS = 16, LONGEST = 16; // positions that are looked at; ids that are compared at each
     int bits = 0;
@@ -41,7 +40,7 @@ class PairIndex {
         int length = 0;    // ids before it that are the same as the last ones; 0: none is known
     };
 
-    // Takes in what is new at the end of `ids`, which begin as they did.
+    // Adds the new ids at the end of `ids`, whose earlier part is unchanged.
     void grow(const std::vector<int>& ids);
     void clear() { newest.clear(), earlier.clear(); }
 
@@ -49,7 +48,7 @@ class PairIndex {
     Match find(const std::vector<int>& ids) const;
 };
 
-// The least of the last times that something took: what other programs held up does not count.
+// The minimum of the last few times of an operation: delays by other programs do not count.
 class RecentTimes {
     double times[5] = {};
     int count = 0;
@@ -70,11 +69,11 @@ struct LookUp {
     // At most `room` ids that may follow `ids`.
     std::vector<int> propose(const std::vector<int>& ids, size_t room);
 
-    // A step of so many tokens, the one that was due and the proposed ones; or `times` such steps, each.
+    // The time of a step of so many tokens, the due one and the proposed ones; or of each of `times` such steps.
     void computed(size_t tokens, double time, int times = 1);
-    // A step of so many tokens came `now`. It was launched at `started` (s), `from_idle` while nothing was under way,
-    // as proposed tokens always are: a token alone took longer then. Times of the others are taken some at a time,
-    // since when each comes depends on what the caller does.
+    // The tokens of a step of so many tokens arrived `now`. It was launched at `started` (s); `from_idle`: while no
+    // step was under way, as is always so for proposed tokens: a single token took longer then. Other steps are timed
+    // several at a time, since their arrival depends on the caller.
     void came(size_t tokens, double now, double started, bool from_idle);
     void paused() { run_since = 0; }
     void foreseen(bool is_right);
@@ -83,16 +82,16 @@ struct LookUp {
   private:
     PairIndex index;
     RecentTimes steps[MOST + 2];       // by tokens
-    double won = 0, taken = 0;         // s of this answer; `taken`: what it would have taken without, with its prompt
+    double won = 0, taken = 0;         // s of this answer; `taken`: the estimate without lookup, with its prompt
     double run_since = 0;              // s: since then `run` tokens came alone and without a pause; 0: none did
     int run = 0;
     int kind = 0;                      // of the last match: short, middle, long
-    size_t passed = 0;                 // matches in a row of which nothing was proposed; after 64 the times are doubted
+    size_t passed = 0;                 // consecutive matches without a proposal; after 64 the times are doubted
     double tried[3] = {}, hit[3] = {}; // by kind: proposed tokens that were judged
 
     void waited(double time);
-    // Of a step with n proposed tokens. If none was measured yet: as the largest that was makes it likely; before that,
-    // a token more is taken for a quarter of a step.
+    // Expected time of a step with n proposed tokens. If none was measured: scaled from the largest measured step;
+    // before that, each further token counts as a quarter of a step.
     double expected_time(int n) const;
     // How many tokens of up to n are worth a try.
     size_t number(int n);

@@ -34,7 +34,7 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
         DIE("%s: model_type is %.60s, only \"qwen3\" is supported", name,
             j["model_type"] ? std::string(j["model_type"].raw()).c_str() : "missing");
 
-    // ---- What must be off, or have one value
+    // ---- Keys that must be off, or have one value
     auto refuse = [&](const char* key, sj::Value v) {
         DIE("%s: config has %s = %.60s, which is not supported", name, key, std::string(v.raw()).c_str());
     };
@@ -252,7 +252,7 @@ void ModelFile::open_gguf() {
 
 std::optional<QuantizationConfig> ModelFile::take_quantization(const std::string& file) {
     sj::Doc doc;
-    if (!sj::parse(doc, config_text).empty()) return {}; // parse_config says what is wrong
+    if (!sj::parse(doc, config_text).empty()) return {}; // parse_config reports the fault
     const sj::Value found = doc.root()["quantization_config"];
     if (!found || found.is(sj::Null) || found.is(sj::False)) return {};
     const QuantizationConfig q = parse_quantization(file.c_str(), found);

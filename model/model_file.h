@@ -20,8 +20,8 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
 Metadata model_metadata(const std::string& config_text, const std::string& generation_text,
                         const std::string& chat_template = "");
 
-// Starters are questions that a model knows: a chat begins by offering them. The __metadata__ of its safetensors file,
-// or of an adapter's, holds them as a JSON list, "starters".
+// Starters are questions that a model can answer: a chat begins by offering them. The __metadata__ of its safetensors
+// file, or of an adapter's, holds them as a JSON list, "starters".
 using Starters = std::vector<std::string>;
 void check_starters(const std::string& where, const Starters& starters); // an option or a file
 Starters read_starters(const std::string& file, const Metadata& metadata); // none there: none
@@ -37,7 +37,7 @@ struct ModelFile {
     std::string chat_template;                  // Jinja, as the files have it; "": they have none
     Starters starters;
     std::unique_ptr<GgufVocabulary> vocabulary; // of a GGUF file
-    bool logits = true; // false: only hidden states are wanted of it, and a bare model without a head will do
+    bool logits = true; // false: only its hidden states are used, and a bare model without a head is accepted
     bool bare = false;  // a Qwen3Model, which need not have a head
 
     static bool exists(const std::string& f) { return access(f.c_str(), F_OK) == 0; }
@@ -59,10 +59,10 @@ struct ModelFile {
     // The __metadata__ of a model.bin made of this model, with this config.
     Metadata metadata(const std::string& with_config) const;
 
-    // How the file's own tokenizer is another than t; "": it is the same, or none is there.
+    // How the file's own tokenizer differs from t; "": no difference, or the file has none.
     std::string difference(const Tokenizer& t) const { return vocabulary ? vocabulary->difference(t) : ""; }
 
-    // Names this config and these weights. Of each tensor it reads only 16 samples of 256 bytes, evenly spread: that
+    // Names this config and these weights. It reads only 16 samples of 256 bytes of each tensor, evenly spread: this
     // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
     // have the same hash.
     uint64_t hash() const;
@@ -72,13 +72,14 @@ struct ModelFile {
     void read_chat_template();
     void open_one(const std::string& file);
     void open_gguf();
-    // Reads quantization_config and takes it out of the config's text: what is made of the weights is not quantised.
+    // Reads quantization_config and removes it from the config's text: models written from these weights are not
+    // quantised.
     std::optional<QuantizationConfig> take_quantization(const std::string& file);
     void finish(const std::optional<QuantizationConfig>& quantization);
     // Qwen3 has no biases. AutoGPTQ writes zeros.
     void drop_biases();
-    // A tensor of weights or biases that the config has no place for would change the computation: a layer beyond its
-    // number, another head than the embedding where they are tied, a part of another architecture.
+    // A tensor of weights or biases without a place in the config would change the computation: a layer past the number
+    // of layers, a separate head where the embedding is tied, a part of another architecture.
     void check_superfluous() const;
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
     void name_as_usual();

@@ -44,7 +44,7 @@ inline float e4m3_to_float(uint8_t x) {
     return load_as<float>(&u);
 }
 
-// Rounds to nearest, ties to even; 448 is the largest, and what larger numbers become. A NaN stays a NaN.
+// Rounds to nearest, ties to even; larger numbers become 448, the largest. A NaN stays a NaN.
 BOTH inline uint8_t float_to_e4m3(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);

@@ -23,20 +23,20 @@ struct ModelOptions {
 
 // ------------------------------------------------------------------------------------------------------ Files
 
-// tokenizer.bin: as said, or beside the model, beside the program, in the working folder. "" if there is none.
+// tokenizer.bin: the given path, or beside the model, beside the program, in the working folder. "": none was found.
 std::string find_tokenizer(const std::string& named, const std::string& model);
 // The same; throws Error if there is none.
 std::string tokenizer_path(const ModelOptions& o);
-// Rows are padded up (151,669 ids, 151,936 rows); a tokenizer of another model is not a little off. A GGUF file's own
-// and a folder's tokenizer.json must be the same, but for added tokens.
+// Rows are padded up (151,669 ids, 151,936 rows); another model's tokenizer differs by much more. A GGUF file's own
+// tokenizer and a folder's tokenizer.json must be equal, except for added tokens.
 bool fits(const std::string& path, const ModelFile& file);
-// A tokenizer.bin with the ids that the model has rows for, the added tokens that its own tokenizer.json has beyond it,
-// and its chat template's style. Throws Error if it is not the model's.
+// A tokenizer.bin with the ids that the model has rows for, further added tokens of the model's own tokenizer.json, and
+// its chat template's style. Throws Error if it is not the model's.
 Tokenizer tokenizer_of(const std::string& path, const ModelFile& file);
-// A line for people where conversations are not as the model's own chat template has them; "": they are.
+// A message if conversations differ from the model's own chat template; "": they do not.
 std::string template_note(const ModelFile& file, const Tokenizer& t);
 
-// A model that is an adapter's folder, as train_lora leaves it, stands for the base that it names, with the adapter.
+// If the model is an adapter's folder, as written by train_lora: its base model and the adapter.
 void open_adapter(ModelOptions& o);
-// Names what an adapter does to a model: its matrices, and how they are scaled.
+// Describes an adapter's effect on a model: its matrices, and their scaling.
 uint64_t adapter_hash(const AdapterFile& a, uint64_t seed);

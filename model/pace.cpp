@@ -11,12 +11,12 @@
 int ThreadPace::Rule::next(double cores, double length) {
     const int had = std::clamp((int)std::lround(cores), 1, now);
     if (had < now) {
-        patience = trying ? std::min(2 * patience, 4.) : 0.25; // tried in vain: less often
+        patience = trying ? std::min(2 * patience, 4.) : 0.25; // after failed attempts: less often
         waited = 0, trying = false;
         return now = had;
     }
     if (now == all) return patience = 0.25, trying = false, now;
-    waited = cores < 0.9 * now ? 0 : waited + length; // while there is no core for what runs, more are no use
+    waited = cores < 0.9 * now ? 0 : waited + length; // no core is free: more threads do not help
     if (waited >= patience) trying = true, now = all;
     return now;
 }

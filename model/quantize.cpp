@@ -92,7 +92,7 @@ void check_groups(const ModelFile& file, const Quantization& how) {
                 t.columns, how.group);
 }
 
-// Throws what cannot be quantised of a model, before anything is computed.
+// Throws Error if a model cannot be quantised, before anything is computed.
 static void check_quantization(const ModelFile& file, const Quantization& how) {
     if (file.is_quantized() || file.is_int8())
         DIE("%s: is quantised already; --convert makes bf16 of it", file.path.c_str());
@@ -147,8 +147,8 @@ template <class T> struct Calibration {
     KVCache<T> cache;
     acc<T>* rope;
     int *tokens, *positions, *sequence, *table;
-    // H = X^T X, (in,in), of what enters the layer's four products, over all windows. Its numbers are float: sums of
-    // products of a window's tokens, then of the windows.
+    // H = X^T X, (in,in), where X is the input of the layer's four products over all windows. Its numbers are float:
+    // sums of products of a window's tokens, then of the windows.
     struct Squares { acc<T>* H; int in; } squares[4]; // qkv, o, gate_up, down
     std::vector<std::vector<T>> quantized; // on a CPU: of the layer at work
 
@@ -159,7 +159,7 @@ template <class T> struct Calibration {
     void forward(int l, size_t window);
     void sum_squares(int l, const std::function<void()>& each);
     std::vector<float> squares_of(int product);
-    // The layer computes with the quantised matrix from now on.
+    // From now on the layer computes with the quantised matrix.
     void replace(const ModelTensor& t, const QuantizedMatrix& m);
     void pass_on(int l, const std::function<void()>& each); // to the next layer's entry, in its place
 };
@@ -170,7 +170,7 @@ Calibration<T>::Calibration(const ModelFile& f, const Quantization& q, const Con
     const Config& c = file.config;
     arena.gpu = ctx.gpu != nullptr;
     if constexpr (HAS_GPU<T>) if (ctx.gpu) weights.upload(ctx, file);
-    ctx.invariant = true; // (norms leave what they made, whatever N is)
+    ctx.invariant = true; // (norms leave their earlier output, whatever N is)
     plan();
     arena.allocate("the calibration");
     plan();
@@ -252,7 +252,7 @@ template <class T> void Calibration<T>::pass_on(int l, const std::function<void(
         each();
     }
     a.out = out;
-    quantized.clear(); // (nobody computes this layer again)
+    quantized.clear(); // (this layer is not computed again)
 }
 
 // =========================================================================================================== 4 A model
@@ -299,7 +299,7 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         if (calibration && begins) calibration->sum_squares(layer, step);
         const int product = t.kind == Q_PROJ ? 0 : t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2
                             : t.kind == DOWN_PROJ ? 3 : -1;
-        if (calibration && product >= 0) // k, v and up see what q and gate see
+        if (calibration && product >= 0) // k, v and up have the same input as q and gate
             factor = gptq_factor(calibration->squares_of(product), columns, dead);
         for (size_t i = 0; i < W.size() && calibration; i++)
             if (dead[i % columns]) W[i] = 0;

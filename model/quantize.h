@@ -23,11 +23,11 @@ struct Quantization {
 
     size_t windows() const { return std::min(most_windows, text.size() / (size_t)window); }
     size_t group_of() const { return format == Format::INT4 ? (size_t)group : format == Format::INT8 ? GROUP : 128; }
-    // config.json's quantization_config as others write it; "": the format is none of theirs.
+    // config.json's quantization_config as others write it; "": the format is ours alone.
     std::string config() const;
 };
 
-// Throws what a format cannot hold of a model's shapes.
+// Throws Error if a format cannot hold the model's shapes.
 void check_groups(const ModelFile& file, const Quantization& how);
 
 // H += X^T X, as calibration adds up the activations X (tokens,in). Its numbers are float: sums of products of a window's

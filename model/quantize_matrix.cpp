@@ -131,8 +131,8 @@ std::vector<float> gptq_factor(const std::vector<float>& H, size_t n, std::vecto
         for (size_t j = i; j < n; j++) R[i * n + j] = H[i * n + j];
         R[i * n + i] = (dead[i] ? std::max(mean, 1e-30) : R[i * n + i]) + 0.01 * mean;
     }
-    // A block of columns after the other, from the last on: what all columns behind it have of it is taken off first,
-    // four of its columns at a time, so that a row is read 16 times and not 64.
+    // Blocks of columns from the last to the first. First the contributions of all later columns are subtracted, four
+    // of its columns at a time, so that a row is read 16 times and not 64.
     constexpr size_t SOME = 64, LANES = 4;
     for (size_t end = n, begin; end > 0; end = begin) {
         begin = end > SOME ? end - SOME : 0;

@@ -1,4 +1,4 @@
-// model/quantized.cpp: numbers of tensors, and matrices put together of several tensors; see quantized.h.
+// model/quantized.cpp: numbers of tensors, and matrices assembled from several tensors; see quantized.h.
 #include "model/blocks.h"
 
 static_assert(Tile::COLUMNS % LONGEST_BLOCK == 0);
@@ -88,7 +88,7 @@ void read_tile(float* __restrict out, const Tensor& t, const Tile& tile) {
     });
 }
 
-// What no number depends on, or what the tensors show: how a model was quantised, and which programs are to load it.
+// Keys that change no number, or that the tensors show: the method of quantisation, the programs meant to load it.
 static bool is_quantization_bookkeeping(const std::string& key) {
     static const std::set<std::string> keys = {
         "act_group_aware", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
@@ -112,7 +112,7 @@ QuantizationConfig parse_quantization(const char* name, sj::Value j) {
         DIE("%s: quantization_config has %s = %.60s, which is not supported", name, key,
             j[key] ? std::string(j[key].raw()).c_str() : "missing");
     };
-    // A text that may differ in case only; missing: the first.
+    // A string whose case is ignored; missing: the first.
     auto one_of = [&](const char* key, std::initializer_list<const char*> values) {
         const std::string s = j[key] && !j[key].is(sj::Null) ? j[key].str() : *values.begin();
         for (const char* v : values)
@@ -123,7 +123,7 @@ QuantizationConfig parse_quantization(const char* name, sj::Value j) {
         return !v || v.is(sj::Null) || v.is(sj::False) || (v.is(sj::String) && v.str().empty()) ||
                (v.is_container() && v.size() == 0);
     };
-    // Whatever key is not known may change the computation: it must be off.
+    // An unknown key may change the computation: it must be off.
     auto only = [&](const std::set<std::string>& read) {
         for (auto [key, v] : j.members())
             if (!read.count(key) && !is_quantization_bookkeeping(key) && !off(v)) refuse(key.c_str());
@@ -316,7 +316,7 @@ Kept kept_as(const Tensor& t) {
         for (size_t i = 0; i < t.bytes; i++) nan |= (t.data[i] & 0x7f) == 0x7f;
         if (nan) return {};
         k.format = Format::FP8, k.group = (int)std::min(p->group, (in + GROUP - 1) / GROUP * GROUP);
-        k.group_rows = (int)p->group_rows; // (also of fewer rows: it must be that of its neighbours)
+        k.group_rows = (int)p->group_rows; // (also of fewer rows: equal to that of its neighbours)
         return k;
     }
     if (p->method == Method::INT8) return k.format = Format::INT8, k;

@@ -19,7 +19,7 @@
 
 // =================================================================================================== 1 Number types
 
-// What a tensor's numbers are stored as. First what safetensors files hold (Other is checked for its size and never
+// The stored type of a tensor's numbers. First the types of safetensors files (Other is checked for its size and never
 // read), then GGUF's blocks, then a matrix of several tensors (see Packed).
 enum class Dtype { BF16, F16, F32, I8, F8, I32, Other, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Packed };
 
@@ -119,7 +119,7 @@ struct Packed {
 
 // =========================================================================================== 5 Any tensor's numbers
 
-// Number i of a tensor that has numbers (is_float), whatever they are stored as: the definition.
+// Number i of a tensor that has numbers (is_float), in any stored type: the definition.
 float number(const Tensor& t, size_t i);
 
 // A tile of a matrix: rows from r, columns from k on, a multiple of 256, so that it begins with a block.
@@ -150,19 +150,20 @@ template <class T> bool read_numbers(T* out, const Tensor& t);
 
 // ================================================================================ 6 quantization_config of config.json
 
-// What it says of the matrices. Which of them are packed, the file shows; modules_to_not_convert lists the others.
+// The settings for matrices. The file shows which of them are packed; modules_to_not_convert lists the others.
 struct QuantizationConfig {
     Method method;
     int bits = 8;
     size_t group = 0, group_rows = 0; // group 0: a whole row
     int zero_offset = 0;
-    bool ordered = false; // GPTQ: which group a column is in only g_idx says
+    bool ordered = false; // GPTQ: only g_idx gives the group of a column
 };
 
 QuantizationConfig parse_quantization(const char* name, sj::Value j);
 
-// Puts packed matrices together, each under the name NAME.weight; their parts are then no tensors of their own. All
-// that reading a number relies on is checked: types, shapes, groups, zero points; and scales, which must be finite.
+// Assembles packed matrices, each under the name NAME.weight; their parts are then no longer listed as tensors.
+// Everything that reading a number relies on is checked: types, shapes, groups, zero points; and scales, which must be
+// finite.
 struct Packer {
     const std::string& model; // for messages
     Tensors& tensors;
@@ -189,12 +190,11 @@ struct Packer {
 };
 
 // ============================================================================================================== 7 Kept
-// A CPU computes on these as they are, bit by bit the same numbers (Linear has the formats): our own INT8; FP8 in
-// blocks of whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is what these formats cannot
-// hold: columns in an order of their own (GPTQ's act order), other groups, scales that are no halves, numbers that are
-// none.
+// A CPU computes on these as they are, with bit-identical numbers (Linear has the formats): our own INT8; FP8 in blocks
+// of whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is a matrix that these formats cannot
+// hold: columns in another order (GPTQ's act order), other groups, scales that are not halves, non-finite numbers.
 
-// What a kept matrix is in memory: INT4's bytes are others than the file's, INT8's and FP8's are the file's.
+// The memory layout of a kept matrix: INT4's bytes differ from the file's; INT8's and FP8's are the file's.
 struct Kept {
     Format format = Format::PLAIN; // PLAIN: it is not kept
     int group = GROUP, group_rows = 1;

@@ -21,7 +21,7 @@ void read_safetensors(const MappedFile& map, Tensors& out, Metadata& metadata);
 
 // ---- Write
 
-// A tensor to be written; `write` writes its bytes, whenever they are due.
+// A tensor to be written; `write` writes its bytes when they are due.
 struct OutTensor {
     std::string name;
     const char* dtype; // as safetensors writes it

@@ -44,14 +44,14 @@ BOTH inline bool has_penalties(const Sampling& how) {
     return how.repeat != 1 || how.presence != 0 || how.frequency != 0;
 }
 
-// The logit of an id with the penalties. `seen`: IN_PROMPT if the prompt has it, plus how often the answer has it.
+// The logit of an id with the penalties. `seen`: IN_PROMPT if the prompt has it, plus its count in the answer.
 constexpr uint32_t IN_PROMPT = 1u << 31;
 BOTH inline float penalized(float logit, const Sampling& how, uint32_t seen) {
     if (seen && how.repeat != 1) logit = logit > 0 ? logit / how.repeat : logit * how.repeat;
     const uint32_t count = seen & ~IN_PROMPT;
     return count ? logit - fmaf(how.frequency, (float)count, how.presence) : logit;
 }
-// (V): `seen` of every id. ids: prompt and answer, which begins at ids[answer].
+// (V): `seen` of every id. ids: prompt and answer; the answer begins at ids[answer].
 inline std::vector<uint32_t> seen_counts(const std::vector<int>& ids, size_t answer, int V) {
     std::vector<uint32_t> seen(V);
     for (size_t i = 0; i < answer; i++) seen[ids[i]] = IN_PROMPT;
@@ -66,14 +66,13 @@ inline void penalize(float* logits, const Sampling& how, const std::vector<int>&
     for (int id = 0; id < V; id++) logits[id] = penalized(logits[id], how, seen[id]);
 }
 
-// A logit as it is compared: a NaN is the least there is; infinities are only very large.
+// The comparison key of a logit: a NaN is below all numbers; infinities are only very large.
 BOTH inline float usable(float logit) { return logit == logit ? fminf(fmaxf(logit, -FLT_MAX), FLT_MAX) : -FLT_MAX; }
 
-// Draws an id from logits (V), of which only ids < exist may be drawn. In this order: penalties (above), temperature,
-// top-k, top-p, min-p; ties go to the lower id. `counter` is the position of the drawn token: the same seed, counter
-// and logits give the same id.
-// Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any order, so that any number
-// of threads, and a GPU, draw the same token.
+// Samples an id from logits (V); only ids < exist are allowed. In this order: penalties (above), temperature, top-k,
+// top-p, min-p; ties go to the lower id. `counter` is the position of the sampled token: the same seed, counter and
+// logits give the same id. Probabilities are integers, e^(l - max) in steps of 2^-40: integer sums are the same in any
+// order, so any number of threads, and a GPU, sample the same token.
 inline int sample(const float* logits, int exist, const Sampling& how, uint64_t counter) {
     auto value = [&](int id) { return usable(logits[id]); };
     int best = 0;

@@ -112,7 +112,7 @@ int Session<T>::draw() {
 
 template <class T>
 void Session<T>::accept(int id) {
-    if (draws_ahead()) ids.push_back(id); // the GPU has gone on with it already
+    if (draws_ahead()) ids.push_back(id); // the GPU has already continued with it
     else if (!lookup.most) feed({id});
     else if (!was_proposed(id)) feed_with_proposal(id);
 }

@@ -1,4 +1,4 @@
-// model/session.h: one conversation of a model and its cache, and how an answer is made in it.
+// model/session.h: one conversation of a model and its cache, and the generation of an answer in it.
 #pragma once
 #include "model/lookup.h"
 #include "model/tokenizer.h"
@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-// On a GPU: draws, some of which are launched ahead of the caller. model/draw_ahead.h has the implementation.
+// On a GPU: sampling, partly launched ahead of the caller. model/draw_ahead.h has the implementation.
 struct DrawsAhead {
     virtual ~DrawsAhead() = default;
     virtual void plan() = 0;              // the session's memory that only a GPU needs, from its arena
@@ -47,11 +47,11 @@ template <class T> struct Session {
     struct { Sampling how; int exist; size_t answer, most; } drawing; // see begin_draws
     std::shared_ptr<DrawsAhead> draws;      // on a GPU
     LookUp lookup;                          // may be asked for, see can_look_up
-    std::vector<int> ahead;                 // what it proposed after ids, as far as it has not been judged: in the
+    std::vector<int> ahead;                 // its proposals after ids, as far as they have not been judged: in the
                                             // cache; the logits of each lie in the row after `logits`
     double fed = 0;                         // s that `feed` has taken for prompts, since an answer began
 
-    // Plans all memory for `context` tokens. Throws Error if it is more than there is.
+    // Plans all memory for `context` tokens. Throws Error if there is not enough.
     Session(const Config& c, const Weights<T>& w, int context, const Context& where = {});
     Session(const Session&) = delete;
 
@@ -59,45 +59,45 @@ template <class T> struct Session {
 
     bool full() const { return (int)ids.size() == capacity; }
 
-    // Appends tokens; afterwards `logits` are the last one's. `rows` (if given) is handed the logits of every token in
-    // turn. Stops early, with what it has, when *stop becomes non-zero.
-    // Throws Error if they do not fit or one is not in the vocabulary.
+    // Appends tokens; afterwards `logits` are the last one's. `rows` (if given) receives the logits of every token in
+    // turn. Stops early, keeping the tokens done so far, when *stop becomes non-zero. Throws Error if they do not fit
+    // or one is not in the vocabulary.
     void feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop = nullptr,
               const std::function<void(const acc<T>*)>& rows = nullptr);
 
     // The logits of R rows of the last batch, from row n on.
     void take_logits(int n, int R);
 
-    // ---- Drawing an answer, token by token. `exist`: only ids below may be drawn; `answer`: ids[answer] on belong to
-    // the answer (see penalized); `most`: no more draws than these will follow.
+    // ---- Sampling an answer, token by token. `exist`: only lower ids are allowed; `answer`: ids[answer] on belong to
+    // the answer (see penalized); `most`: at most this many draws follow.
     void begin_draws(const Sampling& how, int exist, size_t answer, size_t most);
-    // The next token: not in the session until it is accepted.
+    // The next token: it enters the session only when it is accepted.
     int draw();
-    // Takes the token just drawn into the session.
+    // Appends the sampled token to the session.
     void accept(int id);
-    // On a GPU: whether it draws, and is ahead of the caller; then it sees to proposals, too.
+    // On a GPU: whether it samples ahead of the caller; then it also handles proposals.
     bool draws_ahead() const { return ctx.gpu && (!lookup.most || step_tokens() > 1); }
     // Whether a token has the same bits in steps of several tokens as in one of its own.
     bool can_look_up() const { return !ctx.gpu || ctx.invariant || step_tokens() > 1; }
     // On a GPU: that one kernel computes.
     int step_tokens() const;
 
-    // Takes the token if it is the next one that was proposed: then its logits are there.
+    // Accepts the token if it is the next proposed one: then its logits are already computed.
     bool was_proposed(int id);
-    // Feeds the token and what is proposed to follow it, of which no more is in the session yet than in the cache.
+    // Feeds the token and its proposed successors; of these the cache holds keys, but the session no ids yet.
     void feed_with_proposal(int id);
 
     // Forgets all but the first n ids.
     void rewind(size_t n) { if (n < ids.size()) ids.resize(n); }
 };
 
-// How one answer is made, and what came of it.
+// Parameters of an answer, and its result.
 struct Generation {
     Sampling sampling;
     size_t max_tokens = SIZE_MAX;
     std::vector<std::string> stops;
     const volatile sig_atomic_t* interrupt = nullptr;
-    bool in_thought = false;      // the prompt has opened one (opens_thought): the answer's text begins with its mark
+    bool in_thought = false;      // the prompt opens a thought (opens_thought): the answer's text begins with its mark
 
     std::vector<int> ids;         // the answer, without the end token
     std::string text;
@@ -105,8 +105,8 @@ struct Generation {
 };
 
 // Answers from the session's logits on, until an end token, a stop string outside a thought, max_tokens or a full
-// context; every token of the answer but the last is then in the session. `show` is handed the text as it comes, in whole
-// characters. Without a tokenizer the text is the ids.
+// context; every token of the answer but the last is then in the session. `show` receives the text as it is generated,
+// in whole characters. Without a tokenizer the text is the ids.
 template <class T>
 void generate(Session<T>& session, const Tokenizer* tokenizer, Generation& g,
               const std::function<void(std::string_view)>& show);

@@ -4,7 +4,7 @@
 #include "model/weights.h"
 
 // The first n tokens in a session's KV cache: block_bytes(n) from the start of each of 2 L blocks, in whole pages of a
-// layer's keys, then of its values. With `ids` this is all there is to save and restore. f may read and write.
+// layer's keys, then of its values. These and `ids` are a session's whole state. f may read and write.
 template <class T> size_t block_bytes(const Session<T>& s, size_t n) {
     return (n + PAGE - 1) / PAGE * s.config.K * KVCache<T>::block_bytes(s.config, s.cache.fp8);
 }

@@ -1,4 +1,4 @@
-// model/stop_filter.cpp: stop strings are found, and what may begin one is held back.
+// model/stop_filter.cpp: finds stop strings, and holds back text that may begin one.
 #include "model/stop_filter.h"
 #include <cstddef>
 

@@ -5,15 +5,15 @@
 #include <utility>
 #include <vector>
 
-// Text on its way out: stops before a stop string, and holds back what may be the beginning of one. Of several it
-// is the one that ends first (of these the longest), so that it does not matter in which pieces the text comes.
+// Filters generated text: stops before a stop string, and holds back text that may begin one. Of several stop strings
+// the one that ends first counts (of these the longest), so the result does not depend on how the text is cut.
 struct StopFilter {
     std::vector<std::string> stops; // none empty
     std::string held;
     bool stopped = false;
     std::string found{};            // the one that stopped it
 
-    // Takes new text, returns what is certain to be before any stop string.
+    // Adds new text, returns the text that certainly precedes any stop string.
     std::string feed(std::string_view text);
     std::string flush() { return std::exchange(held, {}); }
 };

@@ -2,7 +2,8 @@
 #pragma once
 #include "model/quantized.h"
 
-// The one table of their names, shapes and places. What reads, writes, draws, trains or uploads all weights goes by it.
+// The one table of their names, shapes and places. All code that reads, writes, samples, trains or uploads all weights
+// uses it.
 
 // The first seven are the modules: the products that can have an adapter. (Their numbers name the dropout masks: see
 // Adapter.)

@@ -26,8 +26,8 @@ const Tokenizer::TokenSlot* Tokenizer::token_slot(uint64_t key, std::string_view
     }
 }
 
-// A slot is 4 bytes, so that the table stays in the cache: the tag tells most strangers from what is sought,
-// and the file's list of merges decides.
+// A slot is 4 bytes, so that the table stays in the cache: the tag rejects most other keys, and the file's list of
+// merges decides.
 uint32_t Tokenizer::rank_of(uint32_t left, uint32_t right) const {
     uint64_t h = pair_hash(left, right);
     uint32_t tag = (uint32_t)(h >> 32) << rank_bits;
@@ -224,7 +224,7 @@ void Tokenizer::decompose(std::vector<uint32_t>& out, uint32_t c) const {
     for (int k = 1; k < 5 && d[k]; k++) out.push_back(d[k]);
 }
 
-// What a and b compose to; 0 if nothing.
+// The composition of a and b; 0 if there is none.
 uint32_t Tokenizer::compose(uint32_t a, uint32_t b) const {
     if (a - L_BASE < L_N && b - V_BASE < V_N) return HANGUL + ((a - L_BASE) * V_N + b - V_BASE) * T_N;
     if (a - HANGUL < HANGUL_N && (a - HANGUL) % T_N == 0 && b - T_BASE - 1 < T_N - 1) return a + b - T_BASE;
@@ -366,9 +366,9 @@ void Tokenizer::encode_piece(std::vector<int>& out, std::string_view piece, uint
     out.insert(out.end(), id, id + n);
 }
 
-// The same for any length: the tokens are a linked list, and the pairs of each rank wait in a line of their own. In a
-// trained vocabulary a merge makes pairs of higher ranks only, so that a line is complete when its rank is the lowest,
-// and nearly in order: a run of one character takes linear time.
+// The same for any length: the tokens are a linked list, and the pairs of each rank wait in a queue of their own. In a
+// trained vocabulary a merge makes pairs of higher ranks only, so a queue is complete when its rank is the lowest, and
+// nearly in order: a run of one character takes linear time.
 void Tokenizer::encode_long_piece(std::vector<int>& out, std::string_view piece) const {
     struct Node {
         uint32_t id, rank, previous, next; // rank: of the pair that begins here; NONE also once it is gone
@@ -434,7 +434,7 @@ void Tokenizer::encode_pieces(std::vector<int>& out, std::string_view valid) con
     struct {
         std::string_view piece;
         uint64_t key;
-    } ahead[16]; // their slots are on the way from memory while pieces before them are encoded
+    } ahead[16]; // their slots are prefetched while earlier pieces are encoded
     for (const char *p = valid.data(), *end = p + valid.size(); p < end;) {
         int n = 0;
         for (; n < 16 && p < end; n++) {
@@ -454,7 +454,7 @@ void Tokenizer::encode(std::vector<int>& out, std::string_view input, bool speci
     bool active = false;
     for (size_t i = 0; i < input.size();) {
         int length = utf8_length(input.data() + i, input.size() - i);
-        if (length <= 0) { // start again with what utf8_repair makes of it
+        if (length <= 0) { // start again with the output of utf8_repair
             utf8_repair(repaired, input, true);
             input = repaired;
             length = 0;
@@ -465,7 +465,7 @@ void Tokenizer::encode(std::vector<int>& out, std::string_view input, bool speci
         active |= is_active(utf8_read(p));
         i += (size_t)length;
     }
-    // Cuts out added tokens, those to be looked for after NFC or the others; f gets the text between them.
+    // Cuts out added tokens, either those matched after NFC or the others; f gets the text between them.
     auto cut = [&](std::string_view s, uint8_t normalized, auto f) {
         size_t begin = 0, at = 0;
         const bool any = specials || all_flags & ANYWHERE, looks = any && (!normalized || all_flags & NORMALIZED);

@@ -35,15 +35,15 @@
 #include <utility>
 #include <vector>
 
-// A token that a model has beyond those of tokenizer.bin.
+// A token of a model that tokenizer.bin does not have.
 struct AddedToken {
     std::string text;
-    bool special, normalized; // normalized: it is looked for after NFC
+    bool special, normalized; // normalized: it is matched after NFC
 };
 
 struct Tokenizer {
-    // rows: of the model that uses it, if fewer than T. Added tokens at the end that have no row do not exist: their
-    // texts are texts like any. (Qwen3-Embedding-4B and 8B end before <tool_response> and <think>.)
+    // rows: of the model that uses it, if fewer than T. Added tokens at the end without a row do not exist: their texts
+    // are ordinary texts. (Qwen3-Embedding-4B and 8B end before <tool_response> and <think>.)
     explicit Tokenizer(const std::string& path, int rows = INT32_MAX);
 
     ChatStyle chat; // the model's, see tokenizer_of
@@ -76,7 +76,7 @@ struct Tokenizer {
         return h;
     }
 
-    // Appends the ids of a text. specials: added tokens in it are recognised; else they are text like any, but see add.
+    // Appends the ids of a text. specials: added tokens in it are recognised; else they are ordinary text, but see add.
     void encode(std::vector<int>& out, std::string_view input, bool specials) const;
     std::vector<int> encode(std::string_view input, bool specials) const {
         std::vector<int> out;
@@ -96,9 +96,9 @@ struct Tokenizer {
 
   private:
     enum Flag : uint8_t { IN_VOCABULARY = 1, ADDED = 2, SPECIAL = 4, WHOLE = 8, ANYWHERE = 16, NORMALIZED = 32 };
-    // The lower two bits of a code point's property say what it is to the split. The upper six: 0 if NFC
-    // leaves it and all before it alone; else its canonical combining class, renumbered 1, 2, ... in the same
-    // order; or ACTIVE for class 0 that may change all the same (decomposes, or composes with what precedes).
+    // The lower two bits of a code point's property are its class for the split. The upper six: 0 if NFC changes
+    // neither it nor text before it; else its canonical combining class, renumbered 1, 2, ... in the same order; or
+    // ACTIVE for class 0 that may change all the same (decomposes, or composes with the preceding character).
     enum Kind : uint8_t { OTHER, LETTER, NUMBER, SPACE };
     static constexpr uint8_t ACTIVE = 63;
     static constexpr uint32_t NONE = UINT32_MAX; // the rank of neighbours without a merge
@@ -112,7 +112,7 @@ struct Tokenizer {
     uint32_t n_tokens, n_merges, n_decompose, n_compose;
     size_t longest_token = 0, n_vocabulary = 0;
     int most;
-    struct { // of add(): what is else in the file
+    struct { // of add(): further contents of the file
         std::vector<uint32_t> offset;
         std::vector<uint8_t> flags;
         std::vector<char> text;

@@ -3,7 +3,7 @@
 #include "model/tokenizer.h"
 #include <string>
 
-// Gives the tokenizer the added tokens that the file has beyond its own. Returns in a few words how the two differ in
-// anything else: kind, splitting, a token's text, a merge; "": in nothing. Ids that the tokenizer has left out, since the
-// model has no row for them, do not count. A file that is no tokenizer.json is an Error.
+// Adds the file's further added tokens to the tokenizer. Returns in a few words all other differences: kind, splitting,
+// a token's text, a merge; "": none. Ids that the tokenizer has left out, since the model has no row for them, do not
+// count. A file that is not a tokenizer.json is an Error.
 std::string adopt_tokenizer_json(Tokenizer& t, const std::string& path);

@@ -8,9 +8,8 @@
 #include <cstring>
 #include <vector>
 
-// Copies all to the GPU and lets every pointer point there, the blocks of a Linear one after another. The CPU's threads
-// read the mapped file into one pinned buffer while the other one is on its way: so the link sets the pace, not the
-// page faults.
+// Copies all to the GPU and changes every pointer, the blocks of a Linear one after another. The CPU's threads read the
+// mapped file into one pinned buffer while the other one is being copied: so the link limits the rate, not page faults.
 template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
     check_gpu(file.path, file.config, file.logits);
     std::vector<UploadPiece> pieces;
@@ -29,7 +28,7 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
                 packed = true;
                 continue;
             }
-            if (!place.numbers()) continue; // a head that the file has not got
+            if (!place.numbers()) continue; // a head that the file does not have
             if (place.block == 0)
                 to = gpu.take<bf16>(place.linear ? (size_t)place.linear->out() * t.columns : t.size());
             if (planned) {
@@ -55,7 +54,7 @@ template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
         CUDA_CHECK(cudaMallocHost(&buffer[i], BUFFER));
         CUDA_CHECK(cudaEventCreateWithFlags(&sent[i], cudaEventDisableTiming));
     }
-    size_t start = 0, piece = 0, done = 0; // the buffer stands for the arena from `start` on; bytes done of a piece
+    size_t start = 0, piece = 0, done = 0; // the buffer holds the arena from `start` on; bytes done of a piece
     for (int turn = 0; piece < pieces.size(); turn ^= 1) {
         CUDA_CHECK(cudaEventSynchronize(sent[turn]));
         start = pieces[piece].to + done;

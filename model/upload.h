@@ -10,8 +10,8 @@
 struct UploadPiece { const void* from; size_t to, bytes; };
 
 // Places a packed matrix in the arena, its blocks one after another: numbers, scales, and INT4's zero points, which all
-// blocks have if one has them. FP8's blocks of rows go on from block to block only where they are whole; else each row
-// gets scales of its own. With `pieces`, says what to copy and points there; `made` keeps what no file holds.
+// blocks have if one has them. FP8's blocks of rows continue across blocks only where they are whole; else each row
+// gets its own scales. With `pieces`, lists the copies and sets the pointers; `made` keeps arrays that no file holds.
 template <class T>
 void place_packed(Arena& gpu, Linear<T>& W, std::vector<UploadPiece>* pieces,
                   std::vector<std::vector<uint8_t>>& made) {

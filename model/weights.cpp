@@ -66,8 +66,8 @@ template <class T> struct WeightLoader {
         return found->second;
     }
 
-    // n new numbers, if there is memory for them. They are for tensor t, and live as long as the weights: one after
-    // another in large pieces of memory, so that these can have huge pages.
+    // n new numbers, if there is memory for them. They belong to tensor t, and live as long as the weights: allocated
+    // one after another in large pieces of memory, so that these can have huge pages.
     template <class U> U* own(size_t n, const Tensor& t, const std::string& name) {
         const size_t have = available_memory(), bytes = (n * sizeof(U) + 63) / 64 * 64, piece = 16 << 20;
         if (bytes > have)
@@ -205,7 +205,7 @@ bool in_huge_pages(const MappedFile& map) {
 }
 
 bool copy_to_huge_pages(const MappedFile& map) {
-    // The copy is as far from a multiple of 2 MB as the mapping is, so that huge pages can move there as they are.
+    // The copy's offset to a multiple of 2 MB equals the mapping's, so huge pages can be moved there.
     const size_t off = (uintptr_t)map.data % HUGE_PAGE, room = map.size + 2 * HUGE_PAGE;
     uint8_t* memory = (uint8_t*)mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return false;
@@ -216,7 +216,7 @@ bool copy_to_huge_pages(const MappedFile& map) {
     mprotect(copy, map.size, PROT_READ);
     if (mremap(copy, map.size, map.size, MREMAP_MAYMOVE | MREMAP_FIXED, map.data) == MAP_FAILED)
         DIE("%s: moving a copy to where it is mapped: %s", map.path.c_str(), strerror(errno));
-    // What is left of it, before and after. (Where the copy was, another thread may have memory by now.)
+    // Unmaps the rest, before and after. (Another thread may meanwhile have allocated the copy's old place.)
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), begin = (size_t)(copy - memory);
     const size_t end = begin + (map.size + page - 1) / page * page;
     if (begin) munmap(memory, begin);

@@ -22,7 +22,7 @@ Tensors readable_tensors(const ModelFile& file) {
     return all;
 }
 
-// Writes W + s B A, computed in float32 and rounded once, to the type of W (a quantised one: to bf16).
+// Writes W + s B A, computed in float32 and rounded once, to the type of W (if W is quantised: to bf16).
 static void write_merged_matrix(OutputFile& out, const std::string& name,
                          const Tensor& W, // (rows, in)
                          const Tensor& A, // (rank, in)
