@@ -25,7 +25,7 @@
 
 static thread_local std::string last_error;
 
-// f(), or `failed` and a text for qwen3_error() if it throws.
+// Returns f(); if f throws, returns `failed` and keeps a text for qwen3_error().
 template <class R, class F> static R guarded(R failed, F f) {
     try {
         return f();
@@ -37,7 +37,7 @@ template <class R, class F> static R guarded(R failed, F f) {
     return failed;
 }
 
-// The part of a model that its contexts share. It lives as long as one of them does, even if the model is closed.
+// The part of a model that its contexts share. It lives as long as any of them, even if the model is closed.
 struct Opened {
     ModelFile file;
     Tokenizer tokenizer;
@@ -74,7 +74,7 @@ struct qwen3_context {
         session->feed(tokens);
         scored = true, answer = ids().size();
     }
-    // The logits after the last token; computed again where a rewind or an answer's draws have left others.
+    // The logits after the last token; computed again if a rewind or an answer's draws have replaced them.
     const float* logits() {
         if (ids().empty()) DIE("nothing to answer: feed a prompt first");
         if (const int last = ids().back(); !scored) {
@@ -95,7 +95,7 @@ struct qwen3_context {
         const size_t before = ids().size();
         scored = false; // (draws write penalties into them)
         session->generate(&model->tokenizer, g, show);
-        // All but the last token of the answer are in the session; a next question wants them all.
+        // All but the last token of the answer are in the session; a next question needs all of them.
         session->rewind(before + g.ids.size());
         answer = before;
         const std::vector<int> missing(g.ids.begin() + (ptrdiff_t)(ids().size() - before), g.ids.end());
@@ -153,7 +153,7 @@ template <class U> static long hand_out(const std::vector<U>& all, U* out, size_
     return (long)all.size();
 }
 
-// An answer after what was fed.
+// Generates an answer after the fed tokens.
 static int answer(qwen3_context& context, const qwen3_sampling* how, bool in_thought,
                   const std::function<int(std::string_view)>& show) {
     volatile sig_atomic_t stopped = 0;
@@ -270,7 +270,7 @@ API int qwen3_ask(qwen3_context* context, const char* question, const qwen3_samp
         const std::vector<int> prompt = c.prompt(question), &ids = c.ids();
         if (prompt.size() > (size_t)c.session->capacity())
             DIE("%zu tokens do not fit: the context holds %d", prompt.size(), c.session->capacity());
-        size_t same = 0; // what the context holds of it already; the last token's logits are needed anew
+        size_t same = 0; // the prefix that the context already holds; the last token's logits must be computed again
         while (same < ids.size() && same + 1 < prompt.size() && ids[same] == prompt[same]) same++;
         c.rewind(same);
         c.feed({prompt.begin() + (ptrdiff_t)same, prompt.end()});

@@ -1,4 +1,4 @@
-// cli/answer.cpp: how an answer is made.
+// cli/answer.cpp: generates an answer.
 #include "cli/answer.h"
 #include "base/error.h"
 #include "base/options.h"

@@ -1,4 +1,4 @@
-// cli/answer.h: how an answer is made: documents beside the question, prompt lookup, the tokens themselves.
+// cli/answer.h: generates an answer: documents beside the question, prompt lookup, the tokens themselves.
 #pragma once
 #include "cli/options.h"
 #include "model/chat_template.h"
@@ -16,30 +16,30 @@
 
 namespace cli {
 
-// With --docs: the last question among the messages gets the passages that it is about, as many as fit, so that `room`
-// tokens of the context are left.
+// With --docs: adds to the last question the passages about it, as many as fit if `room` tokens of the context stay
+// free.
 std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, std::vector<Message>& messages,
                                  size_t context, size_t room, const std::vector<std::string>& tools = {});
 void say_sources(const std::vector<Source>& sources);
 
-// With --quote the best passage becomes the answer, if one was found. False: the model answers.
+// With --quote the best passage becomes the answer, if there is one. False: the model answers.
 bool quote_passage(const Options& o, const Tokenizer* tokenizer, const std::vector<Source>& sources, size_t context,
                    Generation& g);
 
 // Tokens of an answer that a prompt leaves room for.
 size_t room_for_answer(const Options& o, size_t context);
 
-// --lookup for this session. On a GPU a token has the same bits in steps of any number of tokens by step.h's kernels,
+// --lookup for this session. On a GPU a token has the same bits in steps of any number of tokens with step.h's kernels,
 // or with --invariant.
 void use_lookup(const Options& o, Conversation& session);
-// What came of it, for people.
+// The result, for messages.
 std::string told(const LookUp& lookup);
 
-// Makes the session hold this prompt and computes only what it does not hold yet: returns how many tokens it
-// held. The last one is computed in any case, since its logits are needed.
+// Makes the session hold this prompt and computes only the missing part: returns how many tokens it already held. The
+// last token is always computed, since its logits are needed.
 size_t feed_prompt(Conversation& session, const std::vector<int>& prompt);
 
-// `generate`, at the pace that the machine's other programs leave. `show` takes no part in it.
+// `generate`, with the threads that other programs leave free (ThreadPace); the time of `show` does not count.
 void speak(Conversation& session, const Tokenizer* tokenizer, Generation& g, ThreadPace& pace,
            const std::function<void(std::string_view)>& show);
 

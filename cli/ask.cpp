@@ -22,17 +22,17 @@
 
 namespace cli {
 
-// The ids of the prompt, as the options give it; and what of the documents is in it.
+// The ids of the prompt, as given by the options; and the passages in it.
 static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer, size_t context,
                                    std::vector<Source>& sources) {
     if (o.has_ids) return parse_ids("--ids", o.ids == "-" ? read_stdin() : o.ids);
     std::string text = o.input;
     if (text == "-") {
         text = read_stdin();
-        if (!text.empty() && text.back() == '\n') text.pop_back(); // what `echo` adds is no part of the question
+        if (!text.empty() && text.back() == '\n') text.pop_back(); // the output of `echo` is not part of the question
     }
     if (o.raw) return tokenizer->encode(text, true);
-    if (text.empty()) DIE("the question is empty"); // as where a script's variable is not set
+    if (text.empty()) DIE("the question is empty"); // e.g. an unset variable in a script
     std::vector<Message> messages;
     if (!o.system.empty()) messages.push_back({"system", o.system});
     messages.push_back({"user", text});
@@ -68,7 +68,7 @@ static void write_logits(const Options& o, Conversation& session, const std::vec
     if (o.logits_hash) write_stdout(format("%016llx\n", (unsigned long long)hash));
 }
 
-// What an answer took.
+// The times of an answer.
 struct Took {
     size_t prompt_tokens, reused; // reused: from the prompt cache
     double load_s, prompt_s, decode_s;
@@ -76,7 +76,7 @@ struct Took {
     bool quoted = false; // no token was computed
 };
 static void print_answer(const Options& o, const Generation& g, const Took& took, const std::vector<Source>& sources) {
-    // The first token comes from the prompt's logits: the decode phase makes the others.
+    // The prompt's logits give the first token: the decode phase computes the others.
     const double rate = g.ids.size() > 1 && !took.quoted ? (double)(g.ids.size() - 1) / took.decode_s : 0;
     const double prompt_rate = took.prompt_s > 0 ? (double)(took.prompt_tokens - took.reused) / took.prompt_s : 0;
     if (o.json) {

@@ -6,8 +6,8 @@
 
 namespace cli {
 
-// Answers the prompt of the options on stdout; returns the exit status. tokenizer: null where none is needed. start:
-// when the program began, in seconds().
+// Answers the prompt of the options on stdout; returns the exit status. tokenizer: null if none is needed. start: the
+// program's start time, in seconds().
 int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double start);
 
 } // namespace cli

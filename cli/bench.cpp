@@ -21,7 +21,7 @@ struct BenchRow {
     double readable;                   // bytes that could have been read in a token's time
 };
 
-// n random ids, others each time.
+// n random ids, different each time.
 static std::vector<int> random_ids(int n, int V) {
     static uint64_t draw = 0;
     std::vector<int> ids(n);
@@ -45,9 +45,10 @@ static double time_prompt(Conversation& session, int length) {
 
 struct DecodingTime { double rate, readable; }; // tokens a second, bytes a token's time
 
-// Decoding from where the session is. On the CPU a step is timed by itself and the median counts; each is followed by a
-// reading of memory, whose rate moves by half within seconds on a shared machine, and by that reading's rate it is
-// judged (without `memory` by the ceiling). On a GPU steps are graphs that follow each other, and all of them count.
+// Decoding from the session's position on. On the CPU each step is timed and the median counts; each is followed by a
+// measurement of memory bandwidth, which changes by half within seconds on a shared machine, and is compared with that
+// bandwidth (without `memory` with the ceiling). On a GPU steps are graphs that follow each other, and all of them
+// count.
 static DecodingTime time_decoding(Conversation& session, int steps, const Ceilings& ceiling, ReadTest* memory) {
     const int V = session.config().V, position = (int)session.ids().size();
     DecodingTime t = {};
@@ -133,7 +134,7 @@ void bench(const Options& o, const LoadedModel& model) {
     const std::unique_ptr<ReadTest> memory(gpu ? nullptr : new ReadTest);
     const Ceilings ceiling = model.wide ? measure_ceilings<float>(o.ctx, model.packed(), memory.get())
                                         : measure_ceilings<bf16>(o.ctx, model.packed(), memory.get());
-    ReadTest* beside = weight_bytes < 0.5e9 ? nullptr : memory.get(); // it would drive a small model out of the caches
+    ReadTest* beside = weight_bytes < 0.5e9 ? nullptr : memory.get(); // it would evict a small model from the caches
     std::vector<BenchRow> rows;
     session.feed(random_ids(16, c.V)); // pages in the weights
     for (int length : prompts) {

@@ -1,4 +1,4 @@
-// cli/bench.h: --bench, what this machine does, and what it could.
+// cli/bench.h: --bench, this machine's speed beside its ceilings.
 #pragma once
 #include "cli/options.h"
 #include "model/loaded.h"

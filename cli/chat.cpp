@@ -56,7 +56,7 @@ int Chat::run() {
             say(e.what());
         }
         if (!terminal && interrupted) break;
-        if (interrupted) user->drop(); // what was typed before Ctrl-C
+        if (interrupted) user->drop(); // input typed before Ctrl-C
         interrupted = 0;
     }
     if (terminal && !leave) write_stdout("\n");
@@ -149,7 +149,7 @@ void Chat::load(const std::string& word) {
     options.system = chat.system;
     if (chat.think >= 0) options.think = tokenizer.chat.thinking(chat.think);
     const std::string folder = path.substr(0, path.rfind('/') + 1);
-    kept = folder == state_folder() + "/" ? path : ""; // such a one goes on where it is
+    kept = folder == state_folder() + "/" ? path : ""; // a kept chat is saved to the same file again
     saved = path, changed = false;
     say(path + ": " + counted(messages.size(), "message"));
 }
@@ -203,7 +203,7 @@ bool Chat::speak_on(std::vector<Message>& asked, const std::vector<Message>& cal
         return true;
     }
     g.sampling = sampling_of(options); // thinking has its own defaults
-    g.sampling.seed = how.sampling.seed + answers; // draws go by position: /regen must not repeat them
+    g.sampling.seed = how.sampling.seed + answers; // draws depend on the position only: /regen must not repeat them
     const double start = seconds();
     pace.begin();
     const size_t reused = feed_prompt(session, prompt);

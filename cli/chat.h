@@ -18,12 +18,11 @@
 
 namespace cli {
 
-// Questions and answers on one session. Each question renders the whole conversation anew, as the template wants
-// it (a thought is not repeated once the next question comes), and computes it from where it differs from what
-// the KV cache holds.
-// On a terminal there are prompts and an editor, and after each answer the conversation is written to the state
-// folder: nothing that ends the program loses it. Otherwise each line of the input is a message, and stdout gets the
-// answers and nothing else.
+// Questions and answers on one session. Each question renders the whole conversation anew, as the template requires (a
+// thought is not repeated once the next question comes), and computes it from the first difference to the KV cache on.
+// On a terminal there are prompts and an editor, and after each answer the conversation is written to the state folder:
+// a crash or kill does not lose it. Otherwise each line of the input is a message, and stdout gets the answers and
+// nothing else.
 struct Chat {
     Options options; // /system, /think and /no_think change it
     Conversation& session;
@@ -44,11 +43,11 @@ struct Chat {
     int run();
 
   private:
-    // Does what the line says if it is a command: one line, / and a letter, no other / in the first word, which would
-    // make it a path.
+    // Executes the line if it is a command: one line, / and a letter, no other / in the first word, which would make it
+    // a path.
     bool command(const std::string& line);
 
-    // Writes what changed to the state folder. A chat goes on without one.
+    // Writes changes to the state folder. A chat continues without one.
     void keep();
     void tell_where();
 
@@ -58,21 +57,21 @@ struct Chat {
 
     void load(const std::string& word);
 
-    // Answers the last of `asked`; the conversation is then `asked` and the answer. Unless there is none: after an
-    // Error or Ctrl-C before the first token it stays as it was. Where the model calls tools, it goes on with what came
-    // of them; that is forgotten once it has answered.
+    // Answers the last of `asked`; the conversation is then `asked` and the answer. After an Error or Ctrl-C before the
+    // first token the conversation stays unchanged. If the model calls tools, it continues with their output; calls and
+    // output are forgotten after the answer.
     void answer(std::vector<Message> asked);
 
-    // The model's next words, shown as they come. False: stopped before the first.
+    // Generates and shows the model's next text. False: stopped before the first token.
     bool speak_on(std::vector<Message>& asked, const std::vector<Message>& called, std::vector<Source>& sources,
                   Generation& g);
 
     std::vector<int> render(const std::vector<Message>& conversation, bool ask) const;
 
-    // The ids of the conversation. If they leave the answer less than a quarter of the context (or what -n asks
-    // for), the oldest questions and answers go: enough of them to free half, since all that follows them must be
-    // computed anew. With --docs another quarter is for passages; they go with the last question only, and are no part
-    // of the conversation.
+    // The ids of the conversation. If they leave the answer less than a quarter of the context (or less than -n), the
+    // oldest questions and answers are dropped: enough to free half, since all that follows them must be computed
+    // again. With --docs another quarter is for passages; they accompany the last question only, and are not part of
+    // the conversation.
     std::vector<int> fit(std::vector<Message>& asked, const std::vector<Message>& called,
                          std::vector<Source>& sources) const;
 };

@@ -1,7 +1,7 @@
 // cli/cli.h: qwen3 around the model: chat, evaluation, perplexity, benchmark, models that are made.
-//   run          what the options ask for            options     qwen3's table
+//   run          executes the options                options     qwen3's table
 //   ask          one prompt                          chat        questions and answers (editor, screen, saved_chat,
-//   answer       what ask, chat and evaluate share               state, commands)
+//   answer       shared by ask, chat, evaluate                   state, commands)
 //   evaluate     --eval (questions)                  perplexity  --ppl, --against
 //   embed        --embed, --rerank                   bench       --bench
 //   make         --synthesize, --convert             quantize    --quantize
@@ -11,7 +11,7 @@
 
 namespace cli {
 
-// Does what the options ask for; see run_program.
+// Executes the options; see run_program.
 int run(int argc, char** argv);
 
 } // namespace cli

@@ -126,7 +126,7 @@ std::string run_command(const std::vector<std::string>& words, const std::functi
         const bool ready = poll(&in, 1, ended ? 0 : 50) > 0;
         const ssize_t n = ready ? read(child.out, some, sizeof some) : 0;
         if (n > 0) out.append(some, std::min((size_t)n, MAX_COMMAND_OUTPUT - std::min(MAX_COMMAND_OUTPUT, out.size())));
-        if (ended && (n <= 0 || out.size() == MAX_COMMAND_OUTPUT)) break; // (what has left its group may write on)
+        if (ended && (n <= 0 || out.size() == MAX_COMMAND_OUTPUT)) break; // (another process may write on)
         if (!ended) {
             ended = child.has_ended();
             const bool unwanted = !ended && stopped();

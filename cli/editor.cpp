@@ -1,4 +1,4 @@
-// cli/editor.cpp: the user's lines, as they come from a terminal or a pipe. libedit.cpp edits them.
+// cli/editor.cpp: the user's lines, from a terminal or a pipe. libedit.cpp edits them.
 #include "cli/editor.h"
 #include "base/options.h"
 #include "cli/screen.h"
@@ -49,7 +49,7 @@ bool Input::next(std::string& message) {
             silence();
             return !(more && all.empty());
         }
-        const bool empty = all.empty() && !typed; // (of a line that the terminal edits, nothing is known)
+        const bool empty = all.empty() && !typed; // (of a line that the terminal edits, the content is unknown)
         if (!prompts || hangup || (told && empty)) return false;
         interrupted = 0;
         drop();
@@ -125,7 +125,7 @@ bool Input::plain_line(std::string& line) {
             line += '\n';
         } else {
             if (!line.empty() && line.back() == '\r') line.pop_back();
-            if (waited) write_stdout(printable(line) + "\n"); // nobody saw it yet
+            if (waited) write_stdout(printable(line) + "\n"); // not yet shown
             return true;
         }
     }

@@ -9,10 +9,10 @@ struct history;
 
 namespace cli {
 
-// The user's messages, one after another. A message is a line; a line that ends in \ goes on in the next; on a
-// terminal, lines that arrive together at a prompt were pasted and are one message. What is typed while there is no
-// prompt is not echoed, as it would stand in the midst of an answer: it waits, and each line is a message of its own.
-// Ctrl-C at a prompt drops what was typed; the next one leaves, if there is nothing to drop.
+// The user's messages, one after another. A message is a line; a line that ends in \ continues in the next; on a
+// terminal, lines that arrive together at a prompt were pasted and are one message. Input typed without a prompt is not
+// echoed, since it would appear within an answer: it is queued, and each line is a message of its own. Ctrl-C at a
+// prompt discards the input; a further Ctrl-C leaves if there is none to discard.
 struct Input {
     static inline volatile sig_atomic_t hangup = 0; // the signal that ends the chat, if one came
 
@@ -23,9 +23,9 @@ struct Input {
 
     // False: the input is at its end, or the user leaves.
     bool next(std::string& message);
-    // Whether the user says yes. Only what is typed after the question counts.
+    // Whether the user says yes. Only input typed after the question counts.
     bool confirm(const std::string& question);
-    // Forgets what waits.
+    // Discards queued input.
     void drop() { bytes.clear(), waiting = 0; }
 
   private:
@@ -38,20 +38,20 @@ struct Input {
     const char* mark = "";
     std::string coloured; // the prompt
 
-    // The mark and a space; what a terminal obeys and does not show is between two of `quote`.
+    // The mark and a space; control sequences without width are enclosed in two `quote` characters.
     const char* prompt(const char* quote);
-    // More bytes. Looks up twice a second, for a signal may come just before it waits.
+    // Reads more bytes. Wakes twice a second, since a signal may arrive just before the wait.
     bool fill();
     bool pasted();
     void use(size_t n);
-    // What was typed before the prompt.
+    // Input typed before the prompt.
     void collect();
-    // No echo until the next prompt. (What is typed of a line then is not seen until Enter.)
+    // Disables echo until the next prompt. (Part of a line typed then appears only after Enter.)
     void silence();
     // One line without its newline, with those that arrive together with it.
     bool plain_line(std::string& line);
 
-    // Of the editor; without one these do as the terminal's own line mode does.
+    // For the editor; without one, the terminal's own line mode.
     editline* editor = nullptr; // libedit's, if lines are edited
     struct history* past = nullptr;
     bool can_edit() const { return editor; }
@@ -60,8 +60,8 @@ struct Input {
     void end_editor();
     void remember(std::string message);
     void redraw();
-    // One line, edited. Meanwhile the terminal marks a paste with ESC [ 200 ~ and ESC [ 201 ~. `typed`: there was
-    // something in a line that was interrupted.
+    // One line, edited. Meanwhile the terminal encloses a paste in ESC [ 200 ~ and ESC [ 201 ~. `typed`: an interrupted
+    // line was not empty.
     bool edit_line(std::string& line, bool& typed);
 };
 

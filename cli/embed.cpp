@@ -1,4 +1,4 @@
-// cli/embed.cpp: vectors of texts, and how well they answer a query.
+// cli/embed.cpp: vectors of texts, and their scores for a query.
 #include "cli/embed.h"
 #include "base/file.h"
 #include "base/json_lines.h"
@@ -48,7 +48,7 @@ static std::vector<TextRow> read_texts(const Options& o) {
     return rows;
 }
 
-// What is shown for each row. One that is too long is a fault, before anything is computed.
+// The output for each row. A text that is too long is a fault, before anything is computed.
 static std::vector<std::vector<int>> shown_ids(const Options& o, const Tokenizer& tokenizer, const RerankPrompt* prompt,
                                                const std::vector<TextRow>& rows, size_t context) {
     const std::string query = prompt && o.input == "-" ? read_stdin() : o.input;
@@ -108,7 +108,7 @@ int embed_or_rerank(const Options& o, const LoadedModel& model, const Tokenizer&
     auto write = [&](const std::string& line) { out ? out->write(line) : write_stdout(line); };
     const EachHidden each_hidden = with_weights(model, [&](auto& w) { return embedder(c, w, (int)longest, o.ctx); });
     ThreadPace pace(o, o.ctx);
-    std::vector<std::pair<double, size_t>> scores; // and whose
+    std::vector<std::pair<double, size_t>> scores; // score, text
     const double start = seconds();
     {
         Progress progress;

@@ -26,9 +26,9 @@
 
 namespace cli {
 
-// --eval's output while it is made: FILE.partial holds a line that says what the rows depend on, then the rows so
-// far. Whoever stops it loses at most the row at work: the next run goes on after the last whole line, if it would
-// write the same first one.
+// --eval's output while it is written: FILE.partial holds a first line with all settings that the rows depend on, then
+// the rows so far. A stop loses at most the current row: the next run continues after the last whole line, if its own
+// first line would be the same.
 struct PartialFile {
     const std::string path, partial, header;
     std::string rows; // that were there
@@ -58,7 +58,7 @@ struct PartialFile {
         must(fwrite(line.data(), 1, line.size(), file) == line.size() && fflush(file) == 0);
     }
 
-    // All rows are there: gives them their name, without the first line.
+    // All rows are there: renames the file, without the first line.
     void finish() {
         OutputFile out(path);
         out.write(MappedFile(partial).text().substr(header.size()));
@@ -72,7 +72,7 @@ struct PartialFile {
     }
 };
 
-// What the rows of an output come to, read off its lines.
+// Totals of an output's rows, read from its lines.
 struct EvalTotals {
     size_t rows = 0, skipped = 0, ended = 0, tokens = 0;
     double nll = 0;
@@ -88,13 +88,13 @@ struct EvalTotals {
         skipped += (bool)doc.root()["error"];
         ended += doc.root()["finish"].str() == "stop";
         tokens += (size_t)count;
-        if (sj::Value x = doc.root()["nll"]) nll += x.number(NAN); // null where the model said NaN
+        if (sj::Value x = doc.root()["nll"]) nll += x.number(NAN); // null if the model gave NaN
         return true;
     }
 };
 
-// One row: the model's answer, then the loss of the reference after the same prompt. It is the answer's ids, then
-// <|im_end|> and a newline, that are trained on, and counted here.
+// One row: the model's answer, then the loss of the reference after the same prompt. Training uses the answer's ids,
+// then <|im_end|> and a newline; the same ids are counted here.
 static std::string evaluate_row(const Options& o, Conversation& session, const Tokenizer& tokenizer, Generation g,
                                 const QuestionRow& row, size_t index, ThreadPace& pace) {
     const int V = session.config().V;
@@ -107,7 +107,7 @@ static std::string evaluate_row(const Options& o, Conversation& session, const T
     if (length > (size_t)session.capacity()) {
         w.field("error", format("%zu tokens, more than the context of %d", length, session.capacity()));
     } else {
-        g.sampling.seed += index; // draws go by position
+        g.sampling.seed += index; // draws depend on the position only
         if (!quote_passage(o, &tokenizer, row.sources, (size_t)session.capacity(), g)) {
             feed_prompt(session, row.prompt);
             g.in_thought = opens_thought(tokenizer, row.prompt);
@@ -139,7 +139,7 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
     Generation how;
     how.sampling = sampling_of(o);
     if (o.temperature < 0) how.sampling.temperature = 0;
-    how.sampling.seed = o.seed; // 0, not a random one: a run that goes on must draw as it would have
+    how.sampling.seed = o.seed; // 0, not a random one: a resumed run must sample as before
     how.max_tokens = o.max_tokens >= 0 ? (size_t)o.max_tokens : 512;
     how.stops = o.stops;
     how.interrupt = &interrupted;

@@ -6,7 +6,7 @@
 
 namespace cli {
 
-// --eval: what the model answers to the questions of a QA file, and its loss on the answers there. Greedy, unless -t
+// --eval: the model's answers to the questions of a QA file, and its loss on the reference answers. Greedy, unless -t
 // is given.
 int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer);
 

@@ -23,12 +23,11 @@
 
 namespace cli {
 
-// On a terminal lines are edited with libedit (arrows, history) where the Makefile found it. It is small, kept
-// with the BSDs for thirty years, in every distribution, knows the width of Chinese characters, and its licence
-// lets this program keep its own, which GNU readline's would not. Its native interface takes a function that
-// reads characters, so that pasted lines and Ctrl-C can be told apart here.
-// Without it, on a dumb terminal or without UTF-8, the terminal's own line mode does: it has backspace, and with
-// IUTF8 set that takes a whole character. Its lines end at 4,095 bytes.
+// On a terminal lines are edited with libedit (arrows, history) if the Makefile found it. It is small, maintained with
+// the BSDs for thirty years, in every distribution, knows the width of Chinese characters, and its licence does not
+// change this program's, as GNU readline's would. Its native interface takes a function that reads characters, so
+// pasted lines and Ctrl-C can be distinguished here. Without it, on a dumb terminal or without UTF-8, the terminal's
+// own line mode is used: it has backspace, which with IUTF8 deletes a whole character. Its lines end at 4,095 bytes.
 
 static constexpr wchar_t MARK = L'↵'; // a pasted newline in a line that is edited
 static constexpr const char* MARK_TEXT = "↵";
@@ -40,14 +39,14 @@ static void replace(std::string& s, std::string_view from, std::string_view to) 
         s.replace(at, from.size(), to);
 }
 
-// What libedit calls.
+// Callbacks of libedit.
 struct Editing {
     static Input& of(EditLine* e) {
         void* self = nullptr;
         el_get(e, EL_CLIENTDATA, &self);
         return *(Input*)self;
     }
-    // libedit asks for a character.
+    // libedit requests a character.
     static int get_character(EditLine* e, wchar_t* out) {
         Input& in = of(e);
         int length = 0;
@@ -57,7 +56,7 @@ struct Editing {
         uint32_t c = length > 0 ? utf8_read(at) : 0xFFFD;
         const bool waited = in.waiting > 0;
         in.use((size_t)std::abs(length));
-        if (c == '\r') c = '\n'; // libedit has the terminal turn one into the other, when it has it
+        if (c == '\r') c = '\n'; // libedit makes the terminal convert one to the other while it is active
         *out = c == '\n' && !waited && in.pasted() ? MARK : (wchar_t)c;
         return 1;
     }
@@ -82,9 +81,9 @@ void Input::line_mode(bool on) {
     else silence();
 }
 
-// The history outlives the program: the file `history` of the state folder has a message a line. It is only added
-// to, so that chats side by side lose nothing; one that grew long is cut when it is read. Without such a folder
-// there is no history of other sessions, and no word about it.
+// The history outlives the program: the file `history` of the state folder has a message a line. It is append-only, so
+// concurrent chats lose nothing; a long file is cut when it is read. Without such a folder there is no history of other
+// sessions, and no message about it.
 static void read_history(History* past) try {
     const std::string path = state_folder() + "/history";
     if (access(path.c_str(), F_OK) != 0) return;
@@ -103,7 +102,7 @@ static void read_history(History* past) try {
 
 void Input::start_editor() {
     if (!prompts || plain_terminal()) return;
-    // The user's language if it comes in UTF-8. Characters only: numbers must keep their point (sj.h).
+    // The user's language if it is UTF-8. Characters only: numbers must keep the decimal point (sj.h).
     setlocale(LC_CTYPE, "");
     auto utf8 = [] { return !strcmp(nl_langinfo(CODESET), "UTF-8"); };
     if (!utf8()) setlocale(LC_CTYPE, "C.UTF-8");
@@ -121,7 +120,7 @@ void Input::start_editor() {
     history(past, &event, H_SETUNIQUE, 1);
     el_set(editor, EL_HIST, history, past);
     read_history(past);
-    // A window of another size, or back from Ctrl-Z: that ends the wait in fill().
+    // A resized window, or return from Ctrl-Z: both end the wait in fill().
     struct sigaction wake = {};
     wake.sa_flags = SA_RESTART;
     wake.sa_handler = [](int) { resized = 1; };
@@ -168,8 +167,8 @@ static void adjust(EditLine* editor) {
     el_resize(editor);
 }
 
-// libedit draws a line anew from where the cursor is. After a resize that is the line's first row, found as
-// terminals find it that wrap long lines anew (most do; xterm does not, and there the old rows stay to be seen).
+// libedit redraws a line from the cursor on. After a resize that is the line's first row, located as in terminals that
+// rewrap long lines (most do; xterm does not, and there the old rows remain visible).
 void Input::redraw() {
     if (!editor || !(resized || resumed)) return;
     const LineInfoW* at = el_wline(editor);
@@ -181,12 +180,12 @@ void Input::redraw() {
 
 bool Input::edit_line(std::string& line, bool& typed) {
     int n = 0;
-    adjust(editor); // before the prompt is seen, so that a key at once finds the editor
+    adjust(editor); // before the prompt is visible, so that an immediate key reaches the editor
     write_stdout("\033[?2004h");
     const char* text = el_gets(editor, &n);
-    el_set(editor, EL_PREP_TERM, 1); // it has no echo, which is wanted until the next prompt too
+    el_set(editor, EL_PREP_TERM, 1); // without echo, as required until the next prompt too
     write_stdout("\033[?2004l");
-    if (interrupted) { // the cursor goes to the end of what is dropped
+    if (interrupted) { // the cursor goes to the end of the discarded text
         const LineInfoW* at = el_wline(editor);
         typed = at->lastchar > at->buffer;
         const int down = row_of(at->buffer, at->lastchar) - row_of(at->buffer, at->cursor);

@@ -1,4 +1,4 @@
-// cli/make.cpp: model files that are made: random ones of a real shape, and conversions.
+// cli/make.cpp: writes model files: random ones of a real shape, and conversions.
 #include "cli/make.h"
 #include "base/file.h"
 #include "base/options.h"
@@ -45,7 +45,7 @@ void synthesize(const std::string& shape, const std::string& path, uint64_t seed
     sj::parse(doc, config_text);
     const bool wide = doc.root()["dtype"].str(doc.root()["torch_dtype"].str()) == "float32";
 
-    // A draw is the sum of four 16-bit uniforms, which is near enough to normal and the same on every machine.
+    // A draw is the sum of four 16-bit uniforms, which is close to normal and the same on every machine.
     const size_t BLOCK = 1 << 20, width = wide ? 4 : 2;
     std::vector<uint8_t> bytes(BLOCK * width);
     const size_t all = parameters(c) * width;

@@ -1,4 +1,4 @@
-// cli/make.h: --synthesize, --convert: model files that are made.
+// cli/make.h: --synthesize, --convert: writes model files.
 #pragma once
 #include "cli/options.h"
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace cli {
 // around 1; stored as bf16, or float32 if the config says so.
 void synthesize(const std::string& shape, const std::string& path, uint64_t seed);
 
-// --convert: any model that is read, as one model.bin.
+// --convert: writes any readable model as one model.bin.
 void convert(const Options& o, bool asks_more);
 
 } // namespace cli

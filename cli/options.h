@@ -30,7 +30,7 @@ struct Options : ModelOptions {
     int group = 0; // of --quantize int4; 0: 128
     std::string prompt_cache, tools;
     std::vector<std::string> starters; // of the model or its adapter: a chat offers them
-    uint64_t variant = 0; // names what is made of the model's file: INT8, packed, FP8 keys or activations, an adapter
+    uint64_t variant = 0; // identifies variants of the model's file: INT8, packed, FP8 keys or activations, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
     DocumentOptions documents;
@@ -44,14 +44,14 @@ struct Options : ModelOptions {
 // Throws Error, one line, for a command line that cannot be read. With --help it prints that, and o.help is set.
 Options parse_options(int argc, char** argv);
 
-// What --cpu chose, or this machine has.
+// The instruction set of --cpu, or this machine's.
 const char* instructions_used();
 
 std::string read_stdin();
 // Ids separated by commas or white space.
 std::vector<int> parse_ids(const char* option, const std::string& text);
 
-// How tokens are drawn: Qwen's advice for the mode, where the options do not say.
+// Sampling settings: Qwen's advice for the mode, unless the options set them.
 Sampling sampling_of(const Options& o);
 
 } // namespace cli

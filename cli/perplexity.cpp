@@ -65,7 +65,7 @@ int perplexity(const Options& o, const LoadedModel& model, const Tokenizer& toke
     return 0;
 }
 
-// A mean with its 95% interval. Neighbouring tokens are alike, so that blocks of them are the sample.
+// A mean with its 95% interval. Neighbouring tokens are correlated, so blocks of them are the sample.
 struct MeanOfTokens {
     static constexpr size_t BLOCK = 32;
     std::vector<double> blocks;
@@ -81,7 +81,7 @@ struct MeanOfTokens {
         for (double b : blocks) sum += b * BLOCK;
         return sum / (double)n;
     }
-    double margin() const { // 1.96 standard errors; without two blocks nobody knows
+    double margin() const { // 1.96 standard errors; unknown for fewer than two blocks
         const double count = (double)blocks.size();
         if (count < 2) return INFINITY;
         double center = 0, square = 0;
@@ -97,7 +97,7 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
     const Config& c = model.file.config;
     if (other.config.V != c.V || !fits(tokenizer_path(o), other))
         DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
-    Context usual = o.ctx; // FP8 keys, values and activations are part of what is measured
+    Context usual = o.ctx; // FP8 keys, values and activations are part of the measurement
     usual.kv_fp8 = usual.fp8_activations = false;
     if constexpr (WITH_GPU)
         if (usual.gpu) usual = with_own_scratch(usual); // (each has room of its own to unpack weights)
@@ -124,7 +124,7 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
         size_t n = at;
         if (!interrupted) ours.feed(piece, &interrupted, [&](const float* q) {
             const float* p = &held[(n - at) * V];
-            if (++n == ids.size() || n % window == 0) return; // the last row of a window predicts what is not in it
+            if (++n == ids.size() || n % window == 0) return; // the last row of a window predicts a token outside it
             const int top_p = (int)(std::max_element(p, p + V) - p), top_q = (int)(std::max_element(q, q + V) - q);
             const double zp = negative_log_likelihood(p, c.V, top_p), zq = negative_log_likelihood(q, c.V, top_q);
             double sum = 0;

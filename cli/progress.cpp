@@ -1,4 +1,4 @@
-// cli/progress.cpp: how far a long piece of work is, on stderr.
+// cli/progress.cpp: progress of a long operation, on stderr.
 #include "cli/progress.h"
 #include <cstdio>
 

@@ -1,4 +1,4 @@
-// cli/progress.h: how far a long piece of work is, on stderr.
+// cli/progress.h: progress of a long operation, on stderr.
 #pragma once
 #include "base/error.h"
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace cli {
 
-// A line on stderr that is written over once a second; where that is no terminal, a new one every half minute.
+// A line on stderr that is overwritten once a second; if stderr is not a terminal, a new one every half minute.
 struct Progress {
     const bool terminal = isatty(2);
     const double start = seconds();
@@ -15,7 +15,7 @@ struct Progress {
 
     ~Progress();
 
-    // What `line(seconds so far)` says, when `done` of `all` is done.
+    // Prints `line(seconds so far)` when `done` of `all` is done.
     template <class F> void show(size_t done, size_t all, F line) {
         const double now = seconds();
         if (now - told >= (terminal ? 1 : 30)) tell(done, all, now, line(now - start));

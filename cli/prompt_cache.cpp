@@ -9,8 +9,8 @@
 
 namespace cli {
 
-// Like FNV-1a, but on words of 8 bytes, since it must keep up with a disk. Every step can be undone, so that
-// damage within one word always shows. `bytes` is a multiple of 8.
+// Like FNV-1a, but on words of 8 bytes, since it must keep up with a disk. Every step is invertible, so damage within
+// one word is always detected. `bytes` is a multiple of 8.
 static uint64_t checksum(uint64_t hash, const void* data, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 8) {
         uint64_t word;

@@ -9,9 +9,9 @@ namespace cli {
 
 // --prompt-cache: the keys and values of a prompt in a file, so that another start need not compute them.
 //   Header; u32 ids[tokens], padded to 8 bytes; the pages of the keys, then of the values, layer by layer
-// The file is of use to any prompt that begins like its own. It is checked whole before a byte of it is used, and
-// one that does not fit is an error: never a wrong answer. (Against damage and mix-ups, that is. Who can forge
-// the file can make the model say anything.)
+// The file serves any prompt with a common beginning. It is checked whole before a byte of it is used, and a mismatch
+// is an error: never a wrong answer. (That protects against damage and mix-ups. A forged file can make the model say
+// anything.)
 struct PromptCache {
     struct Header {
         char magic[8] = {'q', 'w', 'e', 'n', '3', 'k', 'v', 0};
@@ -25,11 +25,11 @@ struct PromptCache {
     Header header;
     std::vector<int> ids; // of the file, once it is there
 
-    // Restores into the new session what the file holds, if it exists, as far as the context reaches.
+    // Restores the file's contents into the new session, if the file exists, as far as the context reaches.
     // variant: see Options.
     PromptCache(const std::string& path, const LoadedModel& model, uint64_t variant, Conversation& session);
 
-    // Writes what the session holds, if there is no file yet or all of the file is only its beginning.
+    // Writes the session's contents, if there is no file yet or the whole file is only their beginning.
     void save(Conversation& session);
 };
 

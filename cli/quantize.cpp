@@ -1,4 +1,4 @@
-// cli/quantize.cpp: --quantize: what the options say, calibration on the device, what is told of it.
+// cli/quantize.cpp: --quantize: its options, calibration on the device, its messages.
 #include "cli/quantize.h"
 #include "base/file.h"
 #include "base/options.h"
@@ -44,7 +44,7 @@ int quantize(const Options& o, bool asks_more) {
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
-    const bool paced = !how.text.empty(); // (else threads wait for the disk, which it would take for a lack of cores)
+    const bool paced = !how.text.empty(); // (else threads wait for the disk, which looks like a lack of cores)
     if (paced) pace.begin();
     how.progress = [&](size_t done, size_t all, int layer) {
         if (paced) pace.step();
@@ -57,7 +57,7 @@ int quantize(const Options& o, bool asks_more) {
     std::vector<OutTensor> tensors;
     try {
         tensors = quantize();
-    } catch (const Error& e) { // a GPU that nobody asked for may be too small
+    } catch (const Error& e) { // a GPU that was not requested may be too small
         if (!ctx.gpu || !o.device.empty() || interrupted) throw;
         fprintf(stderr, "%s; on the CPU\n", e.what());
         ctx = Context(), ctx.stop = &interrupted;

@@ -4,7 +4,7 @@
 
 namespace cli {
 
-// asks_more: the options want something else of the model, too.
+// asks_more: the options also request another operation on the model.
 int quantize(const Options& o, bool asks_more);
 
 } // namespace cli

@@ -17,16 +17,16 @@ struct QuestionRow {
     std::vector<Message> messages;       // the question, and what comes before it
     std::vector<std::string> tools;
     std::vector<Source> sources;         // that go with the question
-    std::vector<int> prompt;             // what is answered
-    std::vector<int> before, trained;    // what the reference follows, an empty thought at its end; its own ids
+    std::vector<int> prompt;             // the reference answer
+    std::vector<int> before, trained;    // the reference's prompt, an empty thought at its end; the reference's ids
     size_t length() const { return before.size() + trained.size(); }
 };
 
 // Rows of Alpaca, OpenAI or ShareGPT, as `datagen pack` reads them; the last answer is the reference. That is plain
-// text: what the assistant thought before it is not scored. Throws Error.
+// text: the assistant's thought before it is not scored. Throws Error.
 std::vector<QuestionRow> read_questions(const Options& o, const Tokenizer& tokenizer, const std::string& path);
 
-// What is only done when the row's turn comes: looking it up in documents may take long.
+// Work deferred until the row is processed: a lookup in documents may take long.
 void look_up(const Options& o, const Tokenizer& tokenizer, size_t context, QuestionRow& row);
 
 } // namespace cli

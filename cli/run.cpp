@@ -1,4 +1,4 @@
-// cli/run.cpp: what the options of qwen3 ask for.
+// cli/run.cpp: executes the options of qwen3.
 #include "cli/cli.h"
 #include "base/options.h"
 #include "cli/ask.h"
@@ -32,7 +32,7 @@ static std::unique_ptr<LoadedModel> load(const Options& o, const ModelFile& file
     return load_model(file, o.ctx, wide(o, file), o.dtype == "int8", keeps(o, file));
 }
 
-// The tokenizer that the options name or that is found. Null if none is there or fits, and none is needed.
+// The tokenizer named by the options, or the one found. Null if none exists or fits, and none is needed.
 static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const ModelFile& file) {
     if (o.has_ids && find_tokenizer(o.tokenizer, o.model).empty()) return nullptr;
     const std::string path = tokenizer_path(o);
@@ -41,7 +41,7 @@ static std::unique_ptr<Tokenizer> fitting_tokenizer(const Options& o, const Mode
     return std::make_unique<Tokenizer>(tokenizer_of(path, file));
 }
 
-// --think, as far as the model's chat template leaves it open.
+// --think, if the model's chat template leaves it open.
 static void settle_thinking(Options& o, const ModelFile& file, const ChatStyle& style) {
     const bool thinks = style.thinking(o.think == 1);
     if (o.think >= 0 && thinks != (o.think == 1))
@@ -80,7 +80,7 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     return evaluate(o, model, *tokenizer);
 }
 
-// What --embed, --rerank and their options need, and do not go with.
+// Requirements and conflicts of --embed, --rerank and their options.
 static void check_retrieval(const Options& o) {
     const bool retrieves = o.embed || o.rerank;
     if (!retrieves && (!o.texts.empty() || !o.instruct.empty() || o.truncate))
@@ -92,7 +92,7 @@ static void check_retrieval(const Options& o) {
     if (retrieves && o.has_ids) DIE("--ids is not for --embed and --rerank");
 }
 
-// Does what the options ask for; see run_program.
+// Executes the options; see run_program.
 int run(int argc, char** argv) {
     const double start = seconds();
     if (told_version("qwen3", argc, argv)) return 0;

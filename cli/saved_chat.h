@@ -22,7 +22,7 @@ struct SavedChat {
     // Their names without .json, the newest first.
     static std::vector<std::string> kept();
     static std::string new_name();
-    // The file that the user means: one that is there, or one that is kept, by its name or its number in the list.
+    // The file named by the user: an existing file, or a kept one, by its name or its number in the list.
     static std::string find(const std::string& word);
     static std::string list();
 };

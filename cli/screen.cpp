@@ -1,4 +1,4 @@
-// cli/screen.cpp: a model's text, made harmless for a terminal; its thoughts dim.
+// cli/screen.cpp: shows a model's text safely on a terminal; its thoughts dim.
 #include "cli/screen.h"
 #include "base/error.h"
 #include "base/options.h"
@@ -21,7 +21,7 @@ static bool turns(uint32_t c) {
 }
 
 bool visible(uint32_t c) {
-    // Blank, though the system's tables have them as letters or signs that take room; and private use.
+    // Blank, though the system's tables list them as letters or signs with a width; and private use.
     for (const uint32_t blank : {0xA0, 0xAD, 0x115F, 0x2007, 0x202F, 0x2800, 0x3164, 0xFFA0})
         if (c == blank) return false;
     if (c < 0x7F) return c > ' ';

@@ -1,4 +1,4 @@
-// cli/screen.h: a model's text, made harmless for a terminal; its thoughts dim.
+// cli/screen.h: shows a model's text safely on a terminal; its thoughts dim.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -6,13 +6,12 @@
 
 namespace cli {
 
-// Text for a terminal, where control characters are shown and not obeyed: an ESC could move the cursor, name the
-// window or type for the user. C0 and DEL have pictures (U+2400 ..); C1 and bytes that are no UTF-8 are U+FFFD.
-// Newline and tab stay. Marks that turn the direction of writing are written as \u202e, since they can show a text in
-// another order than it is.
+// Text for a terminal, with control characters shown and not executed: an ESC could move the cursor, name the window or
+// type for the user. C0 and DEL are shown as pictures (U+2400 ..); C1 and invalid UTF-8 as U+FFFD. Newline and tab
+// stay. Marks that change the direction of writing are written as \u202e, since they can show a text in a wrong order.
 std::string printable(std::string_view s);
 
-// Whether a terminal shows the character: it is printable, takes room and is not blank. A space is not.
+// Whether a terminal shows the character: it is printable, has a width and is not blank. A space is not.
 bool visible(uint32_t c);
 
 // One line for the user that is no part of the answer.
@@ -21,8 +20,8 @@ void say(const std::string& line);
 bool plain_terminal();
 bool colours(); // https://no-color.org
 
-// Shows an answer as it comes. On a terminal control characters are harmless, and a thought is dim instead of
-// between <think> and </think>; anything else gets the text as it is.
+// Shows an answer as it is generated. On a terminal control characters are harmless, and a thought is dim instead of
+// between <think> and </think>; otherwise the text is written unchanged.
 struct Screen {
     const bool terminal, dims;
     bool thinking = false;

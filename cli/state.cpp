@@ -19,7 +19,7 @@ std::string make_state_folder() {
     if (folder.empty()) DIE("neither XDG_STATE_HOME nor HOME names a folder");
     make_folder(folder.substr(0, folder.rfind('/')));
     mkdir(folder.c_str(), 0700);
-    make_folder(folder); // says why if it is not there now
+    make_folder(folder); // throws Error with the reason if it is missing
     return folder;
 }
 

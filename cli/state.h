@@ -5,9 +5,10 @@
 
 namespace cli {
 
-// The user's lines and the conversations that nobody saved, for this user's eyes only. "": there is no home for it.
+// The folder for the user's lines and for conversations not saved explicitly, readable by this user only. "": no home
+// folder.
 std::string state_folder();
-// The same, made if it is not there. Throws Error.
+// The same, created if missing. Throws Error.
 std::string make_state_folder();
 // A file that only this user may read.
 void write_private(const std::string& path, std::string_view text);
