@@ -113,7 +113,7 @@ static void join_ranks(TrainOptions& o) {
 #ifdef _OPENMP
     if (o.gpus > 1 && !o.threads) omp_set_num_threads(std::max(1, omp_get_max_threads() / o.gpus));
 #endif
-    if (o.device.empty()) o.device = "cuda"; // all of them, or none
+    if (o.device.empty()) o.device = "cuda"; // either all of them compute on GPUs, or none
     o.gpu = ranks.local;
     check_options(o);
 }

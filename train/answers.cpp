@@ -1,4 +1,4 @@
-// train/answers.cpp: answers that a model draws while it is trained.
+// train/answers.cpp: samples answers during training.
 #include "qwen3.cu"
 #include "train/answers.h"
 #include "base/options.h" // interrupted
@@ -35,7 +35,7 @@ std::vector<std::vector<int>> AnswerEngine<T>::answer(const std::vector<Asked>& 
     }
     copy_in(ctx, table, pages_of.data(), pages_of.size());
     compute(shared, asked, nullptr, exist);
-    while (!rest.empty() && !interrupted) { // first the ends of the prompts, then a token of each answer
+    while (!rest.empty() && !interrupted) { // first the last tokens of the prompts, then a token of each answer
         std::vector<Row> next;
         compute(rest, asked, &next, exist);
         rest.clear();

@@ -1,13 +1,12 @@
-// train/answers.h: answers that a model draws while it is trained: a paged cache, whose pages of a prompt all answers
-// to it share.
+// train/answers.h: samples answers during training: a paged cache; all answers to a prompt share the prompt's pages.
 #pragma once
 #include "qwen3.cu"
 #include <vector>
 
 struct Draw; // qwen3.cu
 
-// Draws answers of several prompts at once, on the weights as they are. The pages of a prompt that are full are
-// computed once and shared by all answers to it; each answer has its own page for the rest, and for itself.
+// Samples answers to several prompts at once, with the current weights. The full pages of a prompt are computed once
+// and shared by all answers to it; each answer has its own pages for the rest of the prompt and for itself.
 template <class T> struct AnswerEngine {
     Context& ctx;
     const Config& c;
@@ -18,7 +17,7 @@ template <class T> struct AnswerEngine {
     KVCache<T> kv;
     acc<T>* logits;                           // (sequences, V)
     T* picked;                                // (sequences, C)
-    int *token, *pos, *seq, *slot, *named, *table; // a Batch, its rows that are drawn for
+    int *token, *pos, *seq, *slot, *named, *table; // a Batch, the rows to sample from
     Draw* draws;                                   // (sequences) these and the next on a GPU only
     int *drawn, *draw_pos, *draw_seq, *unused;     // (sequences)
 
@@ -29,14 +28,14 @@ template <class T> struct AnswerEngine {
     struct Row { int token, pos, seq; };
     std::vector<int> pages_of; // the table, as the host has it
 
-    // The answers to asked[0], asked[1], .., each at most `most` tokens with its end token. Neighbours that have the
-    // same prompt share its pages. Without a meaning if it was interrupted.
+    // The answers to asked[0], asked[1], .., each at most `most` tokens with its end token. Neighbours with the same
+    // prompt share its pages. Undefined if it was interrupted.
     std::vector<std::vector<int>> answer(const std::vector<Asked>& asked, int most, int exist);
 
-    // Feeds rows, of which those of a sequence are neighbours. With `next` draws the token after each sequence's last.
+    // Feeds rows; the rows of a sequence are neighbours. With `next` samples the token after each sequence's last.
     void compute(const std::vector<Row>& rows, const std::vector<Asked>& asked, std::vector<Row>* next, int exist);
 
-    // Of rows last[0], last[1], .. of the batch.
+    // Samples from rows last[0], last[1], .. of the batch.
     void draw(const Row* rows, const std::vector<int>& last, const std::vector<Asked>& asked, std::vector<Row>& next,
               int exist);
     void draw_gpu(const Row* rows, const std::vector<int>& last, const std::vector<Asked>& asked, std::vector<int>& ids,

@@ -1,4 +1,4 @@
-// train/buckets.cpp: how rows are dealt, and how an array is cut.
+// train/buckets.cpp: distributes rows, and partitions an array.
 #include "train/buckets.h"
 #include <numeric>
 

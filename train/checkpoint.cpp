@@ -1,4 +1,4 @@
-// train/checkpoint.cpp: the adapter or the model that was trained, and the state of a run to go on from.
+// train/checkpoint.cpp: the trained adapter or model, and the state that a run resumes from.
 #include "base/options.h"
 #include "model/adapters.h"
 #include "model/instances.h"
@@ -9,9 +9,9 @@
 #include <set>
 #include <utility>
 
-// ---- What was trained
+// ---- Results
 
-// With --full, for qwen3: an F16 model stays one, unless a number became too large for that; else T is stored.
+// With --full, for qwen3: an F16 model stays F16, unless a number became too large for it; else T is stored.
 template <class T>
 void Trainer<T>::write_model(const std::string& folder, const Metadata& metadata, const std::vector<A>& numbers) {
     constexpr const char* TYPE = std::is_same_v<T, bf16> ? "BF16" : "F32";
@@ -94,7 +94,7 @@ template <class T> void Trainer<T>::write_state(const std::string& path, double 
     Metadata metadata = {
         {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
         {"elapsed", sj::repr(elapsed)}};
-    if (step % o.rl.iterations) metadata["answers"] = groups.json(); // that the next step takes again
+    if (step % o.rl.iterations) metadata["answers"] = groups.json(); // that the next step uses again
     if (ranks.rank > 0) {
         for (const A* part : {params.p, params.m, params.v}) params.host(part);
         return;
@@ -109,8 +109,8 @@ template <class T> void Trainer<T>::write_state(const std::string& path, double 
     write_safetensors(path, metadata, tensors);
 }
 
-// Whether a state is one of this run's, though perhaps on another number of ranks. Then another --batch or --accum may
-// keep what a step is; if it does not, the run goes on with the same share of its steps done.
+// Whether a state belongs to this run, possibly on another number of ranks. Then another --batch or --accum may keep
+// the size of a step; if not, the run continues with the same share of its steps done.
 template <class T>
 typename Trainer<T>::Begun Trainer<T>::check_state(const char* name, const Metadata& metadata) const {
     sj::Doc theirs, ours;

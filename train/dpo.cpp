@@ -34,7 +34,7 @@ template <class T> void Trainer<T>::make_reference() {
             for (size_t pair : loader.rows_of(k)) seen.insert(pair);
         return seen;
     };
-    // In the same batches whatever step is next: a GPU's bits depend on the batch.
+    // In the same batches whichever step is next: a GPU's bits depend on the batch.
     const std::set<size_t> all = seen_from(0), left = seen_from(step);
     use_dropout(false);
     reference = reference_of(data, {all.begin(), all.end()}, &left);
@@ -47,7 +47,7 @@ std::vector<double> Trainer<T>::reference_of(const Dataset& from, const std::vec
     const double start = seconds();
     double told = start;
     std::vector<double> out(from.rows());
-    std::set<size_t> mine; // every rank takes some of the batches
+    std::set<size_t> mine; // every rank computes some of the batches
     for (size_t i = 0; i < list.size(); i++)
         if (i / o.batch % ranks.size == (size_t)ranks.rank && (!wanted || wanted->count(list[i])))
             mine.insert(list[i]);
@@ -67,7 +67,7 @@ std::vector<double> Trainer<T>::reference_of(const Dataset& from, const std::vec
     return out;
 }
 
-// Of the answers of a batch that went forward.
+// Log-probabilities of the answers of a batch, after its forward pass.
 template <class T> std::vector<double> Trainer<T>::log_probabilities(const Batch& b, int R) {
     const std::vector<A> losses = losses_of(b, R);
     std::vector<double> sums;
@@ -76,7 +76,7 @@ template <class T> std::vector<double> Trainer<T>::log_probabilities(const Batch
     return sums;
 }
 
-// Adds up the losses of a batch's pairs, which are list[0], list[1], .., and what is told of them. With `to` also
+// Adds up the losses of a batch's pairs, which are list[0], list[1], .., and their statistics. With `to` also computes
 // d.normed and the head's gradient, of `scale` times that sum.
 template <class T>
 double Trainer<T>::pairs_backward(const Dataset& from, const size_t* list, const Batch& b, int R,

@@ -1,4 +1,4 @@
-// train/dpo.h: direct preference optimization: the loss of a pair, and what the log says of pairs.
+// train/dpo.h: direct preference optimization: the loss of a pair, and the statistics of pairs in the log.
 #pragma once
 #include "sj.h"
 #include <string>
@@ -10,7 +10,7 @@
 struct PairLoss { double loss, slope; };
 PairLoss dpo_loss(double margin, double smoothing);
 
-// What is told of pairs beside the loss, by TRL's names; sums, then means.
+// Statistics of pairs besides the loss, with TRL's names; sums, then means.
 struct Preferences {
     static constexpr const char* NAMES[] = {"rewards/chosen", "rewards/rejected", "rewards/accuracies",
                                             "rewards/margins", "logps/chosen", "logps/rejected"};

@@ -1,4 +1,4 @@
-// train/folder.cpp: the folder that a run writes: its lock, its leftovers, what --resume and --overwrite allow.
+// train/folder.cpp: the output folder of a run: its lock, its leftovers, the checks of --resume and --overwrite.
 #include "train/folder.h"
 #include "base/file.h"
 #include <cerrno>
@@ -23,7 +23,7 @@ RunFolder::RunFolder(const TrainOptions& options) : o(options) {
 
 void RunFolder::open() {
     make_folder(o.out);
-    if (lock < 0) take(), check(); // (another run may have made it since)
+    if (lock < 0) take(), check(); // (another run may have created it meanwhile)
     remove_leftovers();
     for (const char* name : RUN_FILES)
         if (o.overwrite && unlink((o.out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
@@ -53,7 +53,7 @@ void RunFolder::check() const {
         DIE("%s: no run to resume: it has no state.safetensors; --overwrite begins anew", out);
 }
 
-// The process that an OutputFile's temporary name ends in, if it is one of the run's files; 0: it is none.
+// The process id at the end of an OutputFile's temporary name, if it is one of the run's files; 0: it is not.
 static pid_t writer_of(const std::string& name) {
     for (const std::string_view file : RUN_FILES) {
         const std::string begin = std::string(file) + ".tmp";

@@ -99,7 +99,7 @@ std::vector<int> prompt_of(DatasetRow row) {
     return ids;
 }
 
-// ---- What is told
+// ---- Statistics
 
 Rewarded::Rewarded(const Groups& g) : each(g.each) {
     for (size_t i = 0; i < g.rows.size(); i++, answers++)

@@ -1,11 +1,11 @@
-// train/grpo.h: group relative policy optimization (Shao et al., "DeepSeekMath", 2024), by itself: train_lora --grpo.
+// train/grpo.h: group relative policy optimization (Shao et al., "DeepSeekMath", 2024), for train_lora --grpo.
 //
-//   advantages    from the rewards of a group, the answers to one prompt, what each is worth beside the others
-//   token_loss    the loss of a token, and its slope by the token's log-probability
-//   Groups        answers, what they were worth, and how probable each token was when it was drawn
-//   Rewarded      what the log says of them
+//   advantages    the rewards of a group, the answers to one prompt, relative to the group's mean
+//   token_loss    the loss of a token, and its derivative by the token's log-probability
+//   Groups        answers, their rewards, and the log-probability of each token when it was sampled
+//   Rewarded      their statistics in the log
 //
-// rewards.h says what an answer is worth; answers.h draws answers; rollout.cpp puts it all together.
+// rewards.h computes an answer's reward; answers.h samples answers; rollout.cpp combines them.
 #pragma once
 #include "model/dataset.h"
 #include "sj.h"
@@ -25,11 +25,11 @@ struct GrpoOptions {
     double temperature = 1, top_p = 1;
 };
 
-// reward - mean, over the group's standard deviation (of a sample) where that is asked for. Equal rewards: zero.
+// reward - mean, divided by the group's standard deviation (of a sample) if requested. Equal rewards: zero.
 struct Advantages { std::vector<double> of; double deviation; };
 Advantages advantages(const double* reward, size_t n, bool scaled);
 
-// The loss of a token with log-probability p now, `old` when it was drawn, `ref` by the reference; r = e^(p - old):
+// The loss of a token with log-probability p now, `old` when it was sampled, `ref` by the reference; r = e^(p - old):
 //   loss = -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + beta kl,  kl = e^(ref - p) - (ref - p) - 1
 // (equations 3 and 4 there; two limits: DAPO, Yu et al., 2025). `slope` is its derivative by p.
 struct TokenLoss { double loss, slope, kl; bool low, high; };
@@ -39,7 +39,7 @@ TokenLoss token_loss(double p, double old, double ref, double A, const GrpoOptio
 struct Groups {
     size_t size = 1; // of a group
     std::vector<std::vector<uint32_t>> rows;
-    std::vector<bool> ended;                     // by an end token, and not by the limit
+    std::vector<bool> ended;                     // by an end token, not by the limit
     std::vector<double> reward, advantage, each; // each: the sum of each kind of reward, without its weight
     std::vector<std::vector<float>> old, reference; // log-probabilities of the answers' tokens; empty: not known
     std::vector<size_t> places;                  // of the groups in their step
@@ -54,8 +54,8 @@ struct Groups {
     Groups(const char* path, const std::string& text, size_t group, uint32_t V); // of json()
 };
 
-// What is told of answers and their rewards, by TRL's names: of each answer, group, token. Sums, then means; reward_std
-// is a sum of squares first.
+// Statistics of answers and their rewards, with TRL's names: per answer, group, token. Sums, then means; reward_std is
+// a sum of squares first.
 struct Rewarded {
     static constexpr const char* NAMES[] = {"reward", "completions/mean_length", "completions/clipped_ratio",
                                             "reward_std", "frac_reward_zero_std",
@@ -64,7 +64,7 @@ struct Rewarded {
     static constexpr int REWARD = 0, LENGTH = 1, CUT = 2, SPREAD = 3, ALIKE = 4, KL = 5, LOW = 6, HIGH = 7, CLIPPED = 8,
                          N = 9;
     double value[N] = {}, answers = 0, groups = 0, tokens = 0;
-    double drawn = 0, time = 0; // tokens that were drawn, how long it took
+    double drawn = 0, time = 0; // sampled tokens, time
     std::vector<double> each;   // kind of reward
 
     Rewarded() = default;
@@ -76,6 +76,6 @@ struct Rewarded {
     std::string text() const;
 };
 
-// A row is a prompt, and what is trained at its end the answer that rewards may compare with.
+// A row is a prompt; the trained part at its end is the reference answer of rewards.
 const uint32_t* answer_in(DatasetRow row);
 std::vector<int> prompt_of(DatasetRow row);

@@ -1,4 +1,4 @@
-// train/loader.cpp: units in the order of steps, and batches of them.
+// train/loader.cpp: units in the order of steps, and batches of units.
 #include "train/loader.h"
 #include "train/buckets.h"
 #include <algorithm>

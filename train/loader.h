@@ -1,4 +1,4 @@
-// train/loader.h: the units of a dataset in the order of steps, dealt to ranks and packed into batches.
+// train/loader.h: the units of a dataset in the order of steps, distributed to ranks and packed into batches.
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"
@@ -12,7 +12,7 @@ template <class From, class F> void each_row(const From& from, const std::vector
     for (size_t i : list)
         for (size_t k = 0; k < from.group(); k++) f(from.row(i * from.group() + k));
 }
-// How many tokens of these units are trained.
+// The number of trained tokens of these units.
 template <class From> size_t trained_tokens(const From& from, const std::vector<size_t>& list) {
     size_t n = 0;
     each_row(from, list, [&](DatasetRow row) { for (uint32_t word : row) n += word >> 31; });
@@ -31,7 +31,7 @@ struct Loader {
 
     Loader(const TrainOptions& options, Context& where, const Config& config, const Dataset& train)
         : o(options), ranks(*o.ranks), ctx(where), c(config), data(train) {}
-    // Leaves out what is too long, and says so.
+    // Leaves out units that are too long, and reports them.
     void choose_rows(const Dataset* evaluation);
 
     const char* unit() const { return o.dpo ? "pair" : o.grpo ? "prompt" : "row"; }
@@ -39,28 +39,28 @@ struct Loader {
     size_t sequences() const { return (size_t)o.batch * (o.grpo ? o.rl.group : data.group()); } // of a batch, at most
 
     // ---- Steps
-    // The units of a step. Each epoch's order is drawn anew (Fisher and Yates, with Philox).
+    // The units of a step. Each epoch's order is shuffled anew (Fisher and Yates, with Philox).
     std::vector<size_t> rows_of(int64_t k);
-    // This rank's units of a step; `places` becomes where they stand in it.
+    // This rank's units of a step; `places` becomes their places in the step.
     std::vector<size_t> deal_step(const std::vector<size_t>& list);
-    std::vector<size_t> places; // of this rank's units in the step; none: they are in it as they are listed
-    // Of a unit of this rank, by its number among them.
+    std::vector<size_t> places; // of this rank's units in the step; none: the order of the list
+    // The place in the step of a unit of this rank, by its number in the rank's list.
     size_t place_in_step(size_t unit) const { return places.empty() ? unit : places[unit]; }
 
     // ---- Batches
-    int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and what comes after them
+    int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and the targets after them
     uint32_t* place;       // Dropout::token
     int max_pages;         // of a row
-    std::vector<int> ends; // where the trained tokens of each sequence end in `named`
+    std::vector<int> ends; // end of each sequence's trained tokens in `named`
     void plan(Arena& arena);
 
-    // Packs units list[0 .. n - 1], of which the first is number `first` of its step, or of this rank's part of it. R:
-    // the tokens to predict. (From: Dataset, or Groups.)
+    // Packs units list[0 .. n - 1]; the first is number `first` of its step, or of this rank's part of it. R: the
+    // number of tokens to predict. (From: Dataset, or Groups.)
     template <class From> Batch load(const From& from, const size_t* list, int n, int first, int& R);
 
   private:
     std::vector<size_t> order;
     int64_t ordered = -1; // the epoch of this order
 
-    std::vector<size_t> fitting(const Dataset& from); // units that are not too long; of a row all but the last are fed
+    std::vector<size_t> fitting(const Dataset& from); // short enough units; a row's last token is not fed
 };

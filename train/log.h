@@ -14,7 +14,7 @@ struct TrainLog {
     struct Point { double step, value; };
     std::vector<Point> losses, evaluations;
 
-    // Goes on after the lines of the first `steps` steps, which exist already if there are any. Without `writes`
+    // Continues after the lines of the first `steps` steps, which exist already if there are any. Without `writes`
     // nothing is read or written.
     TrainLog(const std::string& out, const char* drawn, int64_t steps, bool writes);
     TrainLog(const TrainLog&) = delete;

@@ -1,4 +1,4 @@
-// train/meeting.cpp: how processes become ranks, and the watcher that hears when one has gone.
+// train/meeting.cpp: processes become ranks, and a watcher detects a lost rank.
 #include "base/error.h"
 #include "train/ranks.h"
 #include "train/sockets.h"
@@ -48,10 +48,10 @@ void Ranks::join_launcher(double patience) {
     size = number({"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"}, 1, 1, 65536);
     rank = number({"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}, 0, 0, size - 1);
     local = number({"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"}, 0, 0, 65535);
-    // (Slurm may show each rank its own GPU only.)
+    // (Slurm may show each rank only its own GPU.)
     if (const char* seen = getenv("CUDA_VISIBLE_DEVICES"); seen && *seen && !strchr(seen, ',')) local = 0;
     int port = number({"MASTER_PORT"}, 29500, 1, 65535);
-    // torchrun itself listens at that port then.
+    // Then torchrun itself listens at that port.
     if (const char* taken = getenv("TORCHELASTIC_USE_AGENT_STORE"); taken && !strcmp(taken, "True"))
         port += port < 65535 ? 1 : -1;
     if (size == 1) return;
@@ -163,7 +163,7 @@ void Ranks::watch() {
     std::vector<int> whose;
     for (int r = 0; r < size; r++)
         if (peers[r].life >= 0) list.push_back({peers[r].life, POLLIN, 0}), whose.push_back(r);
-    std::vector<double> silent(list.size()); // s; the time in which we were stopped ourselves (Ctrl-Z) counts little
+    std::vector<double> silent(list.size()); // s; time in which this process was stopped (Ctrl-Z) counts little
     double spoke = 0, last = seconds();
     while (!leaving) {
         if (seconds() - spoke >= 1) {
@@ -177,7 +177,7 @@ void Ranks::watch() {
             silent[i] += passed;
             if (list[i].fd < 0 || (!list[i].revents && silent[i] < silence)) continue;
             if (list[i].revents && hear(list[i].fd, whose[i])) silent[i] = 0;
-            else if (parting) list[i].fd = -1; // it is done, too
+            else if (parting) list[i].fd = -1; // that rank is done, too
             else if (list[i].revents) lost(whose[i], "has gone");
             else lost(whose[i], format("has not been heard of for %g s", silence));
         }
@@ -193,13 +193,13 @@ bool Ranks::hear(int fd, int r) {
     const size_t error = said.find('e');
     if (error == said.npos) return true;
     let_files_end();
-    if (rank > 0) _exit(1); // rank 0 has said it
+    if (rank > 0) _exit(1); // rank 0 has reported it
     end(format("rank %d: %s", r, std::string(said.substr(error + 1)).c_str()));
 }
 
 void Ranks::lost(int r, const std::string& how) {
     let_files_end();
-    if (rank > 0 && ending) print_error(program, last_words), _exit(1); // it did not hear them
+    if (rank > 0 && ending) print_error(program, last_words), _exit(1); // rank 0 did not receive it
     if (rank > 0) end_alone("rank 0 " + how);
     end(name_of(r) + " " + how);
 }

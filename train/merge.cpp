@@ -1,4 +1,4 @@
-// train/merge.cpp: an adapter merged into its model, as bf16 or quantised anew, and compared with it.
+// train/merge.cpp: merges an adapter into its model, as bf16 or requantised, and compares both.
 #include "train/merge.h"
 #include "model/device.h"
 #include "model/instances.h"
@@ -14,7 +14,7 @@ void give_tokenizer(const TrainOptions& o, const ModelFile& file, const std::str
     const std::string from = find_tokenizer(o.tokenizer, o.model), to = folder + "/tokenizer.bin";
     if (from.empty() || same_file(from, to)) return;
     const MappedFile bytes(from);
-    if (!fits(from, file)) return; // found by chance
+    if (!fits(from, file)) return; // (it belongs to another model)
     if (access(to.c_str(), F_OK) == 0 && !replace) {
         if (MappedFile(to).text() != bytes.text())
             fprintf(stderr, "%s: another tokenizer, and left as it is; ask with -z %s\n", to.c_str(), from.c_str());
@@ -23,7 +23,7 @@ void give_tokenizer(const TrainOptions& o, const ModelFile& file, const std::str
     write_text(to, bytes.text());
 }
 
-// How --merge-as quantises: in groups and with an embedding as the base has them, if it is quantised.
+// Parameters of --merge-as: groups and embedding as in the base, if it is quantised.
 static Quantization merged_as(const TrainOptions& o, const ModelFile& file) {
     Quantization how;
     how.format = o.merge_as == "int4" ? Format::INT4 : o.merge_as == "int8" ? Format::INT8 : Format::FP8;
@@ -54,7 +54,8 @@ void check_merge(const TrainOptions& o, const ModelFile& file) {
     if (!o.merge_as.empty()) check_groups(file, merged_as(o, file));
 }
 
-// Writes the merged model: as bf16 (F16, F32), or with --merge-as quantised, of a file beside it that is then removed.
+// Writes the merged model: as bf16 (F16, F32), or with --merge-as quantised, from a temporary file that is then
+// removed.
 static void write_merged_as(const TrainOptions& o, const ModelFile& file, const AdapterFile& adapter) {
     if (o.merge_as.empty()) return write_merged(file, adapter, o.merge);
     struct Removed {

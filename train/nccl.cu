@@ -1,4 +1,4 @@
-// train/nccl.cu: NCCL by its documentation's declarations, looked for with dlopen.
+// train/nccl.cu: NCCL, with the declarations of its documentation, loaded with dlopen.
 #include "train/nccl.h"
 #ifdef QWEN3_GPU
 #include "qwen3.cu"
@@ -14,10 +14,10 @@ struct Nccl::Library {
     Reduce all_reduce, reduce_scatter;
     int (*all_gather)(const void*, void*, size_t, int, Comm, cudaStream_t);
     Comm comm = nullptr;
-    cudaStream_t main, stream; // the model's; our own, so that sums go on beside the backward pass
-    cudaEvent_t ready;         // main is as far as the numbers to add up
+    cudaStream_t main, stream; // the model's; our own, so that sums overlap the backward pass
+    cudaEvent_t ready;         // main has computed the numbers to sum
     struct Wait { cudaEvent_t begun, ended; };
-    std::vector<Wait> waits;   // of main for us, since the last look at them
+    std::vector<Wait> waits;   // waits of main for sums, since the last measurement
     size_t waited = 0;         // of them in use
 
     explicit Library(cudaStream_t model) : main(model) {
@@ -42,7 +42,7 @@ struct Nccl::Library {
         CUDA_CHECK(cudaEventRecord(ready, main));
         CUDA_CHECK(cudaStreamWaitEvent(stream, ready, 0));
     }
-    void finish() { // main goes on when all sums are there
+    void finish() { // main continues when all sums are complete
         if (waited == waits.size()) {
             waits.emplace_back();
             for (cudaEvent_t* e : {&waits.back().begun, &waits.back().ended}) CUDA_CHECK(cudaEventCreate(e));
@@ -53,7 +53,7 @@ struct Nccl::Library {
         CUDA_CHECK(cudaStreamWaitEvent(main, ready, 0));
         CUDA_CHECK(cudaEventRecord(wait.ended, main));
     }
-    // Seconds that main has waited since the last look; main has done all it had to.
+    // Seconds that main has waited since the last measurement; main has completed all its work.
     double look() {
         double sum = 0;
         for (; waited > 0; waited--) {

@@ -1,5 +1,5 @@
-// train/nccl.h: NCCL, NVIDIA's library for sums between GPUs, without CUDA's types. It is found when the program runs:
-// the program is built without it. Compiled for GPUs only; elsewhere nobody makes one.
+// train/nccl.h: NCCL, NVIDIA's library for sums between GPUs, without CUDA's types. It is loaded at run time: the
+// program is built without it. Compiled for GPUs only; other builds never create one.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -9,7 +9,7 @@ struct Context;
 struct Nccl {
     struct Id { char bytes[128]; };
 
-    explicit Nccl(const Context& model); // that of the model: sums begin after what its stream has done
+    explicit Nccl(const Context& model); // that of the model: sums begin after its stream's work so far
     Id make_id();
     void join(int size, const Id& id, int rank); // all ranks, with the same id
 
@@ -19,8 +19,8 @@ struct Nccl {
     void reduce_scatter(float* own, const float* x, size_t piece);      // own: this rank's piece of it
     void all_gather(void* all, const void* own, size_t bytes);          // all: the pieces of all ranks
     void end();
-    void finish(); // the model's stream goes on when all sums are there
-    double look(); // seconds that it has waited since the last look; it has done all it had to
+    void finish(); // the model's stream continues when all sums are complete
+    double look(); // seconds that it has waited since the last measurement; all its work is complete
 
   private:
     struct Library;

@@ -1,4 +1,4 @@
-// train/options.cpp: the table of options, and what goes with what.
+// train/options.cpp: the table of options, and their allowed combinations.
 #include "train/options.h"
 #include "train/rewards.h"
 #include <algorithm>
@@ -148,7 +148,7 @@ TrainOptions parse_options(int argc, char** argv) {
     TrainOptions o;
     o.lora.rank = 32;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
-    o.lr = o.dropout = -1; // not said
+    o.lr = o.dropout = -1; // not given
     const std::vector<Option> table = option_table(o);
     const std::vector<std::string> words = parse(table, argc, argv);
     if (o.help) return print_help(USAGE, table), o;

@@ -1,4 +1,4 @@
-// train/options.h: the options of a training run, and how the command line says them.
+// train/options.h: the options of a training run, and how the command line sets them.
 #pragma once
 #include "model/options.h"
 #include "train/grpo.h"
@@ -12,20 +12,20 @@ struct TrainOptions : ModelOptions {
     AdapterConfig lora;
     Starters starters;
     float dropout = 0.1f;
-    double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not said
+    double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not given
     int batch = 16, accum = 1, max_len = 512;
-    int64_t steps = 0, eval_every = 0, save_every = 0; // 0: epochs say, every epoch
+    int64_t steps = 0, eval_every = 0, save_every = 0; // 0: given by epochs, every epoch
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false;
     bool dpo = false, overlap = true;
     int gpus = 1;
     std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");
     double beta = 0.1, label_smoothing = 0;
-    std::string says_dpo, says_grpo; // the last of the options that need --dpo, --grpo
+    std::string says_dpo, says_grpo; // the last given option that needs --dpo, --grpo
     bool grpo = false;
     GrpoOptions rl;
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
-    std::string says_lora; // the last of the options that --adapter-init and --full leave no room for
+    std::string says_lora; // the last given option that --adapter-init and --full exclude
 };
 
 constexpr double EPOCHS = 2;

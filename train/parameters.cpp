@@ -1,4 +1,4 @@
-// train/parameters.cpp: what is trained, where it lies, how it is divided among ranks, and how AdamW moves it.
+// train/parameters.cpp: the trained parameters, their places, their division among ranks, and AdamW.
 #include "train/parameters.h"
 #include "model/adapters.h"
 #include "model/instances.h"
@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-// ---- What is trained
+// ---- Trained parameters
 
 template <class T> void Parameters<T>::measure() {
     if (!o.full) {
@@ -35,14 +35,14 @@ template <class T> void Parameters<T>::plan_gradients(Arena& arena) {
 template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
     std::vector<A> first(count, 0);
     if (o.full) {
-        each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T has them
+        each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T
             const Tensor& from = file.tensors.at(t.name());
             for (size_t i = 0; i < t.size(); i++) first[at + i] = number(from, i);
         });
     } else if (!o.adapter_init.empty()) {
         first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
     } else {
-        size_t drawn = 0; // the same numbers whatever the rank is rounded up to
+        size_t drawn = 0; // the same numbers however the rank is rounded up
         each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
             const float bound = 1 / std::sqrt((float)in);
             for (size_t i = 0; i < rows * in && at < segments[0].n; i++) { // segments[0]: every A

@@ -1,4 +1,4 @@
-// train/parameters.h: the numbers that are trained: where they lie in memory, in the model and on several ranks; AdamW.
+// train/parameters.h: the trained numbers: their places in memory, in the model and on several ranks; AdamW.
 #pragma once
 #include "base/arena.h"
 #include "model/tensors.h"
@@ -21,45 +21,45 @@ template <class T> struct Parameters {
         : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(weights) {}
 
     // In this order: `measure` (the model has its adapters), `divide`, the two plans, `begin`.
-    // How many numbers the array has, and of what kind.
+    // The size of the array, and the kind of its numbers.
     void measure();
     void divide();
     void plan_copies(Arena& arena);
     void plan_gradients(Arena& arena);
-    // The first parameters: of an adapter as PEFT draws them (A uniform in +-1 / sqrt(in), B zero), or those of a file;
-    // with --full the model's own. first_stored: gets copies too, or is null.
+    // The first parameters: an adapter's initialised as in PEFT (A uniform in +-1 / sqrt(in), B zero), or read from a
+    // file; with --full the model's own. first_stored: receives copies too, or is null.
     void begin(T* first_stored);
 
-    // ---- What is trained: one array of numbers, cut into segments that AdamW treats alike.
+    // ---- Trained parameters: one array of numbers, cut into segments with the same AdamW settings.
     struct Segment { size_t first, n; double decay; float copy; };
     std::vector<Segment> segments;
     size_t count = 0;
-    int rank = 0;            // of adapters as they lie here
+    int rank = 0;            // of adapters in this layout
     A *p, *m, *v;            // (own) master parameters, AdamW's moments
     A *gradient;             // (padded) of this rank's rows, then of all ranks'
     A *own_gradient;         // (own) of all ranks' rows
-    T* stored;               // (padded) what the products read: the parameters as T, those of B times s
+    T* stored;               // (padded) the products' operands: the parameters as T, those of B times s
     double* partial;         // scratch of the gradient's norm
     size_t own = 0, padded = 0; // one rank: count
     Gradients<T> g;          // where `backward` puts them
 
-    // How many numbers are trained; the array of an adapter's holds zeros beside them.
+    // The number of trained parameters; an adapter's array also holds zeros.
     size_t trained() const { return o.full ? count : adapter_parameters(c, o.lora); }
 
-    // ---- Several ranks: gradients are added up in buckets.
+    // ---- Several ranks: gradients are summed in buckets.
     Buckets buckets;
     bool last_batch = false; // of the step: when a layer's gradients are complete
     bool sharded() const { return o.full && ranks.size > 1; } // each rank has its pieces of p, m and v
     void clear_gradient() { clear(ctx, gradient, count), buckets_done = 0; }
-    // Adds up over all ranks the buckets that are complete when `backward` has done a layer; -1: all that are left.
+    // Sums over all ranks the buckets that are complete when `backward` has done a layer; -1: all that are left.
     void add_up(int layer);
 
-    // Calls f(first, at, n) for what this rank has of p, m and v: n numbers from `first` of the whole array on are its
+    // Calls f(first, at, n) for this rank's parts of p, m and v: n numbers from `first` of the whole array on are its
     // own from `at` on.
     void each_own(const std::function<void(size_t first, size_t at, size_t n)>& f) const;
     void keep(A* to, const std::vector<A>& all);
-    // All of what each rank may have its part of: p, m or v. Every rank calls it, and rank 0 gets the numbers.
-    // (`gradient` is free between steps.)
+    // Gathers a divided array: p, m or v. Every rank calls it, and rank 0 gets the numbers. (`gradient` is free between
+    // steps.)
     std::vector<A> host(const A* from);
 
     // ---- Places
@@ -67,22 +67,22 @@ template <class T> struct Parameters {
     // Matrices come before vectors, since AdamW decays only matrices; results and states have the same order. Blocks of
     // a Linear are neighbours.
     void each_tensor(const std::function<void(const ModelTensor& tensor, size_t at)>& f) const;
-    // Calls f(first, n) for each range of an array of parameters that files hold: all but what is always zero.
+    // Calls f(first, n) for each range of an array of parameters that files hold: all but the padding zeros.
     void each_range(const std::function<void(size_t first, size_t n)>& f);
-    // Where `backward` looks for the gradient of a module's Linear; of any tensor (of a block: of its Linear).
+    // Where `backward` finds the gradient of a module's Linear; of any tensor (of a block: of its Linear).
     typename Gradients<T>::OfLinear& gradient_of_module(int m, int l);
     A*& gradient_of(const ModelTensor& t);
 
-    // Makes the copies that products read, of parameters that were loaded. (Of those it computes, AdamW makes them.)
+    // Makes the products' copies of loaded parameters. (For parameters that AdamW computes, AdamW makes them.)
     void give_copies(T* to, const std::vector<A>& from);
-    // Lets the model look for its parameters there.
+    // Points the model at its parameters there.
     void use(T* copies);
 
-    // AdamW in step 0, 1, ..; norm: the gradient's, where the context computes.
+    // AdamW in step 0, 1, ..; norm: the gradient's norm, in the context's memory.
     void update(const double* norm, double lr, int64_t step);
 
   private:
-    std::vector<int> lowest;              // (buckets) layer whose numbers are in it; -1: what is in no layer
+    std::vector<int> lowest;              // (buckets) layer of its numbers; -1: numbers in no layer
     std::vector<size_t> order_of_buckets; // highest layer first
     size_t buckets_done = 0;
 

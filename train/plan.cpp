@@ -1,4 +1,4 @@
-// train/plan.cpp: the memory of a training run: one arena, and which of its arrays are for what.
+// train/plan.cpp: the memory of a training run: one arena, and the use of its arrays.
 #include "qwen3.cu"
 #include "model/device.h"
 #include "model/adapters.h"
@@ -39,8 +39,8 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
 template <class T> void Trainer<T>::reserve() {
     std::vector<Part> parts = plan();
     size_t have = available_memory();
-    // Activations::ample takes a third more memory. A run that needs little leaves the rest of the GPU to others; one
-    // that needs a lot gets what does not fill it.
+    // Activations::ample takes a third more memory. A small run leaves the rest of the GPU to others; a large run uses
+    // it if it does not fill the GPU.
     if constexpr (WITH_GPU) if (ctx.gpu) {
         have = gpu_free_memory();
         const auto plan_anew = [&](bool more) { ample = more, arena.used = 0, parts = plan(); };
@@ -61,7 +61,7 @@ template <class T> void Trainer<T>::reserve() {
     plan();
 }
 
-// Answers are drawn where the activations of training lie at other times.
+// Sampled answers use the memory that holds training's activations at other times.
 template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     const size_t end = arena.used;
     engine.sequences = std::min((int)loader.sequences(), loader.most_tokens);
@@ -75,8 +75,8 @@ template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count);
 }
 
-// Calls f(linear, at) for each product that has an adapter: where its DropoutMasks begin. With --recompute a layer's
-// take the place of the one above. Returns where the last end.
+// Calls f(linear, at) for each product that has an adapter: the place of its DropoutMasks. With --recompute all layers
+// share one place. Returns the end of the last.
 template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f) {
     size_t at = 0, end = 0;
     int layer = 0;
@@ -89,7 +89,7 @@ template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<
     return end;
 }
 
-// Lets the adapters look where their h and masks are.
+// Points the adapters at their h and masks.
 template <class T> void Trainer<T>::fill() {
     if (!o.full) {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) { linear.adapter.h = h + at.h * loader.most_tokens; });

@@ -28,7 +28,7 @@ void Ranks::tell(const char* text, ...) const {
     va_end(args);
 }
 
-// ---- What is said in turn
+// ---- Collective messages
 
 void Ranks::in_turn(const std::function<void()>& f) {
     if (size == 1) return;
@@ -36,7 +36,7 @@ void Ranks::in_turn(const std::function<void()>& f) {
     try {
         f();
     } catch (const Gone&) {
-        usleep(1000000); // the watcher may know more
+        usleep(1000000); // the watcher may know the reason
         if (rank == 0) end("another rank has gone");
         end_alone("rank 0 has gone");
     }
@@ -66,7 +66,7 @@ void Ranks::must_agree(const std::string& facts) {
     in_turn([&] {
         if (rank > 0) {
             send_text(peers[0].talk, facts);
-            receive_text(peers[0].talk); // goes on when all have agreed
+            receive_text(peers[0].talk); // continues when all have agreed
         }
         for (int r = 1; r < size && rank == 0; r++) {
             const std::string theirs = receive_text(peers[r].talk);
@@ -145,7 +145,7 @@ void Ranks::part() {
     for (pid_t child : children) waitpid(child, nullptr, 0);
 }
 
-// Of the threads that end this process the first to come speaks, and the others stay here.
+// The first of the threads that end this process writes the message; the others block here.
 static void speak_alone() {
     static std::mutex once;
     once.lock();
@@ -166,7 +166,7 @@ void Ranks::end(const std::string& text) {
             heard &= send(p.life, said.data(), said.size(), MSG_NOSIGNAL) == (ssize_t)said.size();
             shutdown(p.life, SHUT_WR);
         }
-    if (rank > 0) { // rank 0 says it, perhaps after its files; the watcher hears that, or that rank 0 has gone
+    if (rank > 0) { // rank 0 reports it, perhaps after its files; the watcher hears the report, or the loss of rank 0
         if (heard) std::this_thread::sleep_for(std::chrono::duration<double>(SAVING + 2));
         print_error(program, last_words);
         _exit(1);

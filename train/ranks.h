@@ -1,19 +1,20 @@
-// train/ranks.h: several processes that train one model together, on one host or on several: a rank each, and a GPU
+// train/ranks.h: several processes that train one model together, on one host or several: one rank each, and one GPU
 // each if there are GPUs.
 //
 //   Ranks ranks("train_lora")                this process alone, as it begins
 //   ranks.fork_here(2)                       --gpus 2: becomes two processes; or
-//   ranks.join_launcher()                    one of those that torchrun, mpirun or Slurm has started
+//   ranks.join_launcher()                    one of the processes started by torchrun, mpirun or Slurm
 //   ranks.must_agree(facts)                  ends all if another rank has other facts
-//   ranks.sum(x, n)                          a few numbers of the host, added up over all ranks in their order
-//   ranks.together([] { add_up(...); }), ranks.finish()   the same of gradients, wherever they are
-//   ranks.end(text)                          tells the others, and ends all of them
+//   ranks.sum(x, n)                          a few numbers of the host, summed over all ranks in their order
+//   ranks.together([] { add_up(...); }), ranks.finish()   the same for gradients, on host or GPU
+//   ranks.end(text)                          reports to the others, and ends all of them
 //   ranks.part()                             the work is done
 //
-// Rank 0 listens at MASTER_ADDR:MASTER_PORT, and every other rank has two connections to it. One is for what is said in
-// turn (facts, sums of few numbers, and without GPUs the gradients). On the other a thread says every second that its
-// rank lives; when a rank has gone, or says why it ends, rank 0 says so on stderr and to all others, and all end.
-// Between GPUs gradients go by NCCL, whose library is looked for when it is needed: the program is built without it.
+// Rank 0 listens at MASTER_ADDR:MASTER_PORT, and every other rank has two connections to it. The first carries
+// collective messages in order (facts, sums of few numbers, and without GPUs the gradients). On the second a thread
+// sends a heartbeat every second. When a rank is lost, or reports why it ends, rank 0 reports it on stderr and to all
+// others, and all end. Between GPUs gradients go by NCCL, which is loaded when it is needed: the program is built
+// without it.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -33,8 +34,8 @@ struct Ranks {
     static constexpr size_t CHUNK = 1 << 16;            // numbers sent at once
     const char* program;
     int rank = 0, size = 1, local = 0; // of all; which GPU of its host
-    double silence = 20;               // s without a word after which a rank is taken for dead
-    double waited = 0;                 // s spent in sums, for the others and for the numbers to travel
+    double silence = 20;               // s of silence after which a rank counts as lost
+    double waited = 0;                 // s spent in sums, waiting for other ranks and for the transfer
 
     explicit Ranks(const char* name) : program(name) {}
     Ranks(const Ranks&) = delete;
@@ -42,27 +43,27 @@ struct Ranks {
 
     // ---- Becoming one of several
 
-    // --gpus N: this process is rank 0 and forks the others. Before anything is asked of a GPU or of OpenMP's threads.
+    // --gpus N: this process is rank 0 and forks the others. Call it before any use of a GPU or of OpenMP's threads.
     void fork_here(int n);
 
-    // One of the processes of a launcher, if there is one: torchrun sets the first names, the others are of Open MPI
-    // and Slurm, whose users set MASTER_ADDR.
+    // Joins the processes of a launcher, if there is one. torchrun sets the first names; the others are Open MPI's and
+    // Slurm's, whose users set MASTER_ADDR.
     void join_launcher(double patience = PATIENCE);
 
-    // What is told to people, once.
+    // A message for users, printed once.
     __attribute__((format(printf, 2, 3))) void tell(const char* text, ...) const;
 
-    // ---- What is said in turn, by the main threads. All ranks do the same in the same order.
+    // ---- Collective messages, from the main threads. All ranks make the same calls in the same order.
 
-    // Adds up n numbers of the host over all ranks, in the order of the ranks.
+    // Sums n numbers of the host over all ranks, in the order of the ranks.
     template <class N> void sum(N* x, size_t n); // N: int, double, float
 
     // Facts are lines of a name, a tab and a value. Ends all if a rank has others than rank 0.
     void must_agree(const std::string& facts);
 
-    // ---- Gradients and parameters, where they are: x and y on the GPU once there is one (use_gpu).
+    // ---- Gradients and parameters, in their own memory: x and y on the GPU once there is one (use_gpu).
 
-    // `f` calls some of the three below. finish: what they do has been done, for whatever is computed next.
+    // `f` calls some of the three below. finish: their results are complete, for any later computation.
     void together(const std::function<void()>& f);
     void finish();
     // x becomes its sum over all ranks.
@@ -71,13 +72,13 @@ struct Ranks {
     void add_up_pieces(float* own, const float* x, size_t piece);
     // all: the pieces of all ranks, `bytes` each. (own may be where it belongs in `all`.)
     void gather(void* all, const void* own, size_t bytes);
-    // Brings `waited` up to date, once what was asked of the GPU has been done.
+    // Updates `waited`, once all launched work of the GPU is complete.
     void look_at_the_clock();
     void use_gpu(const Context& ctx); // all ranks have one
 
     // ---- The end
 
-    // Held while files are written: another rank's death waits for that, though not for long.
+    // Held while files are written: the end after another rank's loss waits for it, with a time limit.
     std::unique_lock<std::timed_mutex> writing() { return std::unique_lock<std::timed_mutex>(files); }
 
     // All ranks are done. Rank 0 waits for those that it forked.
@@ -85,10 +86,10 @@ struct Ranks {
 
     // Ends every rank with status 1. Rank 0 says why.
     [[noreturn]] void end(const std::string& text);
-    [[noreturn]] void wait_for_the_end(); // which another rank brings
+    [[noreturn]] void wait_for_the_end(); // another rank's message
 
   private:
-    struct Peer { // of rank 0: every other rank; of these: rank 0
+    struct Peer { // rank 0: to every other rank; the others: to rank 0
         int talk = -1, life = -1;
         int pid = 0;
         char host[64] = {};
@@ -99,7 +100,7 @@ struct Ranks {
     std::timed_mutex files;
     std::string last_words;          // of a rank that is not 0, once
     std::atomic<bool> ending{false}; // ... they are there
-    std::atomic<bool> parting{false}, leaving{false}; // a rank that has gone is no fault any more; the watcher's end
+    std::atomic<bool> parting{false}, leaving{false}; // a lost rank is no fault any more; the watcher's end
     std::shared_ptr<Nccl> nccl;      // between GPUs
 
     std::string name_of(int r) const;
@@ -109,10 +110,10 @@ struct Ranks {
     // A connection to rank 0.
     int come(const std::string& host, int port, bool life, double deadline) const;
     void receive_others(int listener, double deadline);
-    // False: it is none of ours, or not the first of its rank, and is closed.
+    // False: the connection is not ours, or not the first of its rank, and is closed.
     bool admit(int fd);
 
-    // The watcher's thread: says that we live, and hears it of the others.
+    // The watcher's thread: sends this rank's heartbeat and receives the others'.
     void watch();
     // False: the connection has ended.
     bool hear(int fd, int r);

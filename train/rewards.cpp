@@ -68,11 +68,11 @@ struct AnswerPattern {
 
 // ---- A program
 
-// What `program` writes when it gets `input`. It has `limit` seconds to end. "" if it was ended because this one is to
-// stop (see `interrupted`).
+// Runs `program` with `input` and returns its output. It has `limit` seconds. "" if it was ended because this process
+// is to stop (see `interrupted`).
 static std::string ask_program(const std::string& program, const std::string& input, double limit) {
     const char* name = program.c_str();
-    const std::unique_ptr<FILE, int (*)(FILE*)> in(tmpfile(), fclose); // (a pipe could fill while it writes)
+    const std::unique_ptr<FILE, int (*)(FILE*)> in(tmpfile(), fclose); // (a pipe could fill meanwhile)
     if (!in || fwrite(input.data(), 1, input.size(), in.get()) != input.size() || fseek(in.get(), 0, SEEK_SET) != 0)
         DIE("a temporary file: %s", strerror(errno));
     const Child child({program}, fileno(in.get()), false, execv);

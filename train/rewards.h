@@ -1,6 +1,6 @@
-// train/rewards.h: what an answer is worth, for train_lora --grpo.
+// train/rewards.h: rewards of answers, for train_lora --grpo.
 //
-//   Reward reward = make_reward("0.5*length:200", 60); // a weight, a name, what the name takes; a program's seconds
+//   Reward reward = make_reward("0.5*length:200", 60); // a weight, a name, its argument; a program's seconds
 //   std::vector<double> r = reward.of(answers);        // a number for each; throws Error
 //
 //   exact           1 if the answer is the row's (white space at both ends apart), else 0
@@ -8,17 +8,17 @@
 //   rouge-l         ROUGE-L against the row's answer, 0 to 1 (score.h's, over jieba's words)
 //   regex:PATTERN   1 if the pattern (POSIX extended) is found in the answer, else 0
 //   length:N        0 up to N tokens; longer ones fall to -1 at 2 N
-//   a program       anything with a / in its name: it gets a line of JSON for each answer and says a number a line
+//   a program       any name with a /: it gets a line of JSON for each answer and prints a number a line
 //
-// exact, choice and rouge-l leave out a thought before the answer. A program is started once for all answers of a step,
-// in a process group of its own, which is ended when it has answered, or has had its time.
+// exact, choice and rouge-l ignore a thought before the answer. A program is started once for all answers of a step, in
+// its own process group, which is ended when the program has answered or its time is over.
 #pragma once
 #include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-// An answer, and what it answers. Valid UTF-8.
+// An answer, and its question. Valid UTF-8.
 struct Answered {
     std::string prompt, text, reference; // prompt: the tokens' text, with the template; reference: the row's answer
     size_t tokens = 0;                   // of the answer, its end too
@@ -26,14 +26,14 @@ struct Answered {
 };
 
 struct Reward {
-    std::string name; // as it was asked for, without the weight
+    std::string name; // as given, without the weight
     double weight = 1;
     std::function<std::vector<double>(const std::vector<Answered>&)> of;
-    std::function<void(const Answered&)> check; // throws Error if a row of the dataset is no question for it; or empty
+    std::function<void(const Answered&)> check; // throws Error if a row of the dataset is unsuitable; or empty
 };
 
-// How many choices a question has: its lines that begin with A, B, C, .. in turn, and a sign after the letter.
+// The number of choices of a question: lines that begin with A, B, C, .. in turn, and a sign after the letter.
 size_t count_choices(std::string_view question);
 
-// By its name, with its weight; `limit`: seconds for a program. Throws Error.
+// Makes a reward from its name and weight; `limit`: seconds for a program. Throws Error.
 Reward make_reward(const std::string& spec, double limit);

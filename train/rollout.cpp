@@ -1,4 +1,4 @@
-// train/rollout.cpp: the trainer with --grpo: answers are drawn and rewarded, and their gradients added up.
+// train/rollout.cpp: the trainer with --grpo: samples answers, computes rewards, adds up gradients.
 #include "base/options.h"
 #include "model/instances.h"
 #include "model/options.h"
@@ -18,8 +18,8 @@ template <class T> void Trainer<T>::open_rewards() {
             }
 }
 
-// What is drawn and trained is the model with its logits divided by the temperature: by its final norm, which LoRA
-// does not train.
+// The sampled and trained model has its logits divided by the temperature: through its final norm, which LoRA does not
+// train.
 template <class T> void Trainer<T>::set_temperature() {
     if (o.rl.temperature == 1) return;
     std::vector<T> numbers;
@@ -126,7 +126,7 @@ template <class T> std::vector<size_t> Trainer<T>::all_groups() const {
 // ---- Gradients
 
 // Adds up the loss of a batch's answers, the first of which is number `first`; its gradients go to d.normed and the
-// head's. The step, of all ranks, has so many answers and so many tokens that count.
+// head's. `answers` and `tokens`: the counts of the step, over all ranks.
 template <class T>
 double Trainer<T>::answers_backward(const Batch& b, int R, size_t first, double answers, double tokens) {
     const std::vector<A> losses = losses_of(b, R);

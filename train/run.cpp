@@ -49,7 +49,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
-    auto add_to_log = [&](sj::Writer& w) { // with what each line ends in
+    auto add_to_log = [&](sj::Writer& w) { // including each line's end
         const double share = (double)t.step / (double)t.steps;
         w.field("epoch", (double)t.step / (double)t.loader.epoch_steps);
         w.field("percentage", std::round(share * 1e4) / 100);
@@ -85,14 +85,14 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         best = std::min(loss, best);
         return better;
     };
-    auto evaluate = [&] { // if it is time, and not done yet
+    auto evaluate = [&] { // if it is due, and not done yet
         if (!eval || (t.step == 0 && !o.grpo) || !due(o.eval_every)) return;
         const bool done = !log.evaluations.empty() && log.evaluations.back().step == (double)t.step;
         int better = first && !done && measure();
         ranks.sum(&better, 1);
         if (better) t.write_result(o.out + "/best", leaked);
     };
-    evaluate(); // a run may have been stopped in the middle of it
+    evaluate(); // a run may have been stopped within it
     const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
     auto speed = [&](double flops) { // a second
         const bool giga = flops < 1e12;
@@ -101,10 +101,10 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     };
     const int64_t begun_at = t.step;
     int64_t saved = -1;
-    size_t told_tokens = 0; // of them the last progress line spoke
+    size_t told_tokens = 0; // of the last progress line
     double told_at = start;
     ThreadPace pace(o, ctx);
-    while (t.step < t.steps && (!interrupted || ranks.size > 1)) { // (of several all leave in the same step)
+    while (t.step < t.steps && (!interrupted || ranks.size > 1)) { // (several ranks all stop in the same step)
         const double begun = seconds();
         pace.begin();
         if (!t.train_step()) break;

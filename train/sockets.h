@@ -19,7 +19,7 @@ void receive_all(int fd, void* bytes, size_t n);
 void send_text(int fd, const std::string& text);
 std::string receive_text(int fd); // Gone if it is longer than 1 MiB
 
-// A TCP socket that listens at host:port or is connected to it; -1: it cannot be had now, and errno says why.
+// A TCP socket that listens at host:port or is connected to it; -1: not possible now; errno has the reason.
 int open_socket(const std::string& host, int port, bool listening);
 
 } // namespace sockets

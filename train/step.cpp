@@ -68,7 +68,7 @@ template <class T> std::vector<acc<T>> Trainer<T>::losses_of(const Batch& b, int
     return losses;
 }
 
-// Adds up the losses of units in results[0], and the gradients of that sum, divided by `all`, into `to` (null: none).
+// Adds up the losses of units in results[0], and the gradients of that sum divided by `all` in `to` (null: none).
 template <class T>
 void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all) {
     const A scale = 1 / (A)all;
@@ -95,8 +95,8 @@ template <class T> size_t Trainer<T>::weight(const Dataset& from, const std::vec
 
 // ---- Steps
 
-// The factor of the learning rate in step k = 0, 1, ..: as transformers' get_cosine_schedule_with_warmup and
-// its linear and constant siblings have it, except that a run of one step is no warm-up: its rate would be 0.
+// The factor of the learning rate in step k = 0, 1, ..: as in transformers' get_cosine_schedule_with_warmup and its
+// linear and constant variants, except that a run of one step has no warm-up: its rate would be 0.
 static double schedule(const TrainOptions& o, int64_t k, int64_t steps) {
     const int64_t warm = (int64_t)std::ceil(o.warmup * (double)steps);
     if (k < warm && steps > 1) return (double)k / (double)warm;
@@ -115,11 +115,11 @@ template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& lis
     loader.places.clear();
     params.add_up(-1);
     ranks.finish();
-    clear(ctx, results + 1, 1); // (no kernel after a clear begins before it: see launch_kernel)
+    clear(ctx, results + 1, 1); // (no kernel launched after a clear starts before it: see launch_kernel)
 }
 
-// Of a step: tokens that are fed; multiplications and additions: forward; backward by the input, and by what is
-// trained; with --grpo a pass more for drawing the answers, and one for the reference.
+// Counts of a step: fed tokens; multiplications and additions: forward; backward to the input, and to the trained
+// parameters; with --grpo one more pass to sample the answers, and one for the reference.
 template <class T> template <class From>
 typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vector<size_t>& list) const {
     double N = 0, pairs = 0, products = 0, adapters = 0;
@@ -149,7 +149,7 @@ template <class T> bool Trainer<T>::train_step() {
     RUN(grad_norm, results + 1, params.partial, params.own_gradient, params.own);
     double result[2];
     copy_out(ctx, result, results, 2);
-    // What the ranks tell each other. (Their parts of the norm are of different parameters if each has a part.)
+    // The sums over all ranks. (Their parts of the norm cover different parameters if each owns a part.)
     ranks.look_at_the_clock();
     struct { double loss, squares, stop, waited; Preferences preferences; } told =
         {result[0], result[1] * result[1], (double)interrupted, ranks.waited, preferences};

@@ -1,13 +1,13 @@
-// train/trainer.h: the trainer: a model, what of it is trained, batches of rows, and steps.
+// train/trainer.h: the trainer: a model, its trained parameters, batches of rows, and steps.
 //
 //   Trainer<bf16> t(options, ctx, file, data, eval);  plans all memory; first parameters
 //   t.train_step();                                   one step of AdamW
 //   t.mean_loss(data, rows);                          an evaluation
-//   t.write_result(folder, leaked);                   what was trained, for use
-//   t.write_state(path, ...), t.read_state(path, ...) to go on from, to the bit
+//   t.write_result(folder, leaked);                   the trained adapter or model, for use
+//   t.write_state(path, ...), t.read_state(path, ...) to resume from, bit-exact
 //
 // parameters.h has the numbers, loader.h the rows. The members are defined by concern: plan.cpp has memory, step.cpp a
-// step on rows, dpo.cpp and rollout.cpp what --dpo and --grpo do instead, checkpoint.cpp files.
+// step on rows, dpo.cpp and rollout.cpp the steps of --dpo and --grpo, checkpoint.cpp files.
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"
@@ -31,7 +31,7 @@
 template <class T> struct Trainer {
     using A = acc<T>;
     static constexpr int HEAD_ROWS = 64; // trained tokens that go through the head at once;
-    // ... on a GPU: twice as many where they add to a gradient of the head, which is as long as their logits.
+    // ... on a GPU: twice as many if they add to a gradient of the head, which is as long as their logits.
     static constexpr int gpu_head_rows(bool full) { return full ? 2048 : 1024; }
 
     const TrainOptions& o;
@@ -57,7 +57,7 @@ template <class T> struct Trainer {
     Flow<T> d;
     KVCache<T> kv;
     T* h;               // of all adapters
-    uint32_t* kept;     // ... and what dropout keeps of what they read, on a GPU
+    uint32_t* kept;     // ... and dropout's masks of their inputs, on a GPU
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
     double* results;    // loss and gradient norm of the step
     Dropout dropout;
@@ -73,22 +73,22 @@ template <class T> struct Trainer {
 
     // One step of AdamW. False if a rank was interrupted: then nothing has changed.
     bool train_step();
-    // The mean over all trained tokens of some rows, or over pairs, whatever the batch. Without a meaning if it was
-    // interrupted.
+    // The mean over all trained tokens of some rows, or over pairs; it does not depend on the batches. Undefined if it
+    // was interrupted.
     double mean_loss(const Dataset& from, const std::vector<size_t>& list);
-    // What the loss is a mean over: trained tokens, or pairs.
+    // The number of items that the loss averages over: trained tokens, or pairs.
     size_t weight(const Dataset& from, const std::vector<size_t>& list) const;
     // The gradients of a step, or of a rank's part of it: of the mean over the `all` trained tokens, or pairs, of the
     // whole step.
     void add_gradients(const std::vector<size_t>& list, size_t all);
-    // Names the rows whose loss is not finite, and throws. After such a step the parameters are still those from before
-    // it, so that each row can be asked by itself; rank 0 does it.
+    // Throws Error with the names of the rows whose loss is not finite. After such a step the parameters are unchanged,
+    // so each row can be evaluated by itself; rank 0 does it.
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what);
 
     // ---- With --dpo
-    // The reference is the model before the first step: the base, or with --adapter-init the two together. Its
-    // log-probabilities are computed once, of every pair that is still to be seen. To do it in each step, without the
-    // adapter, would cost as much in each epoch, and be of no use to --full and --adapter-init.
+    // The reference is the model before the first step: the base, or with --adapter-init the base with that adapter.
+    // Its log-probabilities are computed once, for every pair that is still to be seen. Computing them in each step,
+    // without the adapter, would cost as much in each epoch, and would not work for --full and --adapter-init.
     std::vector<double> reference, eval_reference; // (rows of the dataset)
     Preferences preferences;                       // of the last step or evaluation
     void make_reference();
@@ -96,22 +96,22 @@ template <class T> struct Trainer {
     // ---- With --grpo
     AnswerEngine<T> engine{ctx, c, w};
     T *first_stored = nullptr, *norm; // copies of the first parameters, which are the reference; the final norm's
-    A* by;                            // (tokens) what a token's cross entropy is scaled by
+    A* by;                            // (tokens) factor of a token's cross entropy
     Groups groups;                    // this rank's, of this step
-    Rewarded rewarded;                // what is told of the last step or evaluation
+    Rewarded rewarded;                // statistics of the last step or evaluation
     std::string fault;                // of a reward program: the run is to end
 
     bool is_end(int id) const { return std::find(c.end_tokens.begin(), c.end_tokens.end(), id) != c.end_tokens.end(); }
-    // Draws `size` answers to each prompt of a list, and says what they are worth. Without a meaning if interrupted.
+    // Samples `size` answers to each prompt of a list, and computes their rewards. Undefined if interrupted.
     Groups draw_groups(const Dataset& from, const std::vector<size_t>& list, size_t size, bool greedy);
-    // The answers of a step, whose prompts are `list`: new ones, or with --iterations those of the step before again.
-    // A fault of a reward program ends the run as Ctrl-C does.
+    // The answers of a step, whose prompts are `list`: new ones, or with --iterations the previous step's again. A
+    // fault of a reward program ends the run as Ctrl-C does.
     void take_groups(const std::vector<size_t>& list);
     void ask_reference();
-    // The mean reward of the likeliest answers to some prompts. Without a meaning if it was interrupted.
+    // The mean reward of the likeliest answers to some prompts. Undefined if it was interrupted.
     double mean_reward(const Dataset& from, const std::vector<size_t>& list);
 
-    // ---- Checkpoints: the adapter (or model) for use, and the state to go on from. All ranks call them, and rank 0
+    // ---- Checkpoints: the adapter (or model) for use, and the state to resume from. All ranks call them, and rank 0
     // writes.
     void write_result(const std::string& folder, size_t leaked); // the trained parameters, for PEFT or for qwen3
     void write_state(const std::string& path, double best, double elapsed);
@@ -129,7 +129,7 @@ template <class T> struct Trainer {
 
     void use_dropout(bool on);
     // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
-    // unit in the list. Batches without any unit of `wanted` are passed over; null: none. (From: Dataset, or Groups.)
+    // unit in the list. Batches without a unit of `wanted` are skipped; null: none is. (From: Dataset, or Groups.)
     using OnBatch = std::function<void(const Batch& b, size_t first, int R)>;
     template <class From>
     void each_batch(const From& from, const std::vector<size_t>& list, const OnBatch& f,
@@ -157,6 +157,6 @@ template <class T> struct Trainer {
     Begun check_state(const char* name, const Metadata& metadata) const;
 };
 
-// What a run is: if any of this differs, --resume would not go on with it.
+// The settings of a run: if any of them differs, --resume refuses.
 std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dataset& data, int64_t steps,
                          const char* type);
