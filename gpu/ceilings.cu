@@ -3,7 +3,7 @@
 #include "qwen3.cu"
 #include <algorithm>
 
-__global__ void noise_kernel(uint32_t* p, size_t n) { // (what is multiplied sets the power, and the power the clock)
+__global__ void noise_kernel(uint32_t* p, size_t n) { // (operand values set the power, and the power the clock)
     const size_t stride = (size_t)gridDim.x * blockDim.x;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += stride)
         p[i] = philox(1, i, 0).v[0] & 0xbfffbfff;

@@ -5,9 +5,9 @@
 #include <cuda.h> // CUtensorMap
 #include <initializer_list>
 
-// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when as many have arrived as it was begun with
-// and all bytes expected in it have come; then the next begins. Whoever waits names the parity of the phase that is to
-// end: 0 for the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 is past. From sm_80 on;
+// An mbarrier in shared memory (PTX ISA, "mbarrier"). A phase of it ends when the initial number of arrivals is reached
+// and all expected bytes have come; then the next begins. A wait names the parity of the phase that is to end: 0 for
+// the first, 1 for the second, 0 for the third. Before the first has ended, parity 1 counts as ended. From sm_80 on;
 // bytes are expected from sm_90 on.
 __device__ inline void barrier_begin(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -44,7 +44,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 #define HOPPER_ASM(...)
 #endif
 
-// Stages in shared memory that are filled and used in turn: which one is next, and the parity of its phase.
+// Stages in shared memory that are filled and used in turn: the next stage, and the parity of its phase.
 template <int STAGES> struct Ring {
     int stage = 0;
     uint32_t parity = 0;
@@ -54,8 +54,8 @@ template <int STAGES> struct Ring {
 };
 
 // The Tensor Memory Accelerator copies a box of an array to shared memory (PTX ISA, "cp.async.bulk.tensor"): from place
-// x, y, .. on as many numbers of each dimension as the map says, swizzled as wgmma wants them, zeros past the array's
-// end. The barrier counts the bytes of the whole box. One thread asks for it.
+// x, y, .. on the map's number of elements in each dimension, swizzled as wgmma needs them, zeros past the array's end.
+// The barrier counts the bytes of the whole box. One thread issues it.
 __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x, int y) {
     HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y) : "memory");
@@ -70,7 +70,7 @@ __device__ inline void copy_box(uint32_t shared, const CUtensorMap& map, uint32_
                "[%1, {%3,%4,%5,%6}], [%2];"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(u) : "memory");
 }
-// The same by what the L2 cache shall do with the box (the values are CUTLASS's, cute::TMA::CacheHintSm90).
+// The same with a hint for the L2 cache (the values are CUTLASS's, cute::TMA::CacheHintSm90).
 [[maybe_unused]] constexpr uint64_t EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000;
 __device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier, int x,
                                    int y) {
@@ -78,28 +78,28 @@ __device__ inline void copy_box_by(uint64_t policy, uint32_t shared, const CUten
                "[%1, {%3,%4}], [%2], %5;"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
-// ... to the same place of both blocks of a cluster of two, each of whose barriers there counts the bytes.
+// ... to the same place in both blocks of a cluster of two; the barrier there in each block counts the bytes.
 __device__ inline void copy_box_to_both(uint64_t policy, uint32_t shared, const CUtensorMap& map, uint32_t barrier,
                                         int x, int y) {
     HOPPER_ASM("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                ".L2::cache_hint [%0], [%1, {%3,%4}], [%2], %6, %5;"
                ::"r"(shared), "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(policy), "h"((uint16_t)3) : "memory");
 }
-// ... and back, as a part of the group that ends at the next commit_boxes. What is past the array's end is left out.
+// ... and back, as a part of the group that ends at the next commit_boxes. Elements past the array's end are left out.
 __device__ inline void store_box(const CUtensorMap& map, uint32_t shared, int x, int y) {
     HOPPER_ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
                ::"l"(&map), "r"(shared), "r"(x), "r"(y) : "memory");
 }
 __device__ inline void commit_boxes() { HOPPER_ASM("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until shared memory has been read by all of this thread's groups but the last few.
+// Waits until all of this thread's groups but the last few have finished reading shared memory.
 template <int LAST> __device__ inline void wait_for_boxes() {
     HOPPER_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(LAST) : "memory");
 }
 __device__ inline void prefetch_map(const CUtensorMap& map) {
     HOPPER_ASM("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// The blocks of a cluster (PTX ISA, "barrier.cluster"): all threads that have not ended meet; what they wrote to shared
-// memory before, all may read after it. Numbers of the shared memory of block `rank`, at our own `address`.
+// The blocks of a cluster (PTX ISA, "barrier.cluster"): a barrier of all threads that have not exited; shared memory
+// written before it is visible to all after it. Numbers of the shared memory of block `rank`, at our own `address`.
 __device__ inline void cluster_arrive() { HOPPER_ASM("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { HOPPER_ASM("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank) {
@@ -107,15 +107,15 @@ __device__ __forceinline__ void read_block(float (&v)[4], uint32_t at, int rank)
                "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there]; }"
                : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(at), "r"(rank) : "memory");
 }
-// Our own `address` as it is in block `rank`, for send_block: four numbers go to `to` there, and `barrier`, there too,
-// counts their bytes (PTX ISA, "st.async"). The block must have begun, and not end before it waited for them.
+// Our own `address` mapped to block `rank`, for send_block: four numbers go to `to` there, and `barrier`, there too,
+// counts their bytes (PTX ISA, "st.async"). The block must have begun, and must wait for them before it ends.
 __device__ inline uint32_t block_address(uint32_t address, int rank) {
     uint32_t there = 0;
     HOPPER_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Arrives at another block's barrier, by its block_address. (Not release.cluster, which would wait for all
-// that the thread has written: what follows are copies by TMA, and those it does not order.)
+// Arrives at another block's barrier, by its block_address. (Not release.cluster, which would wait for all of the
+// thread's stores: the following operations are TMA copies, which it does not order.)
 __device__ inline void barrier_arrive_there(uint32_t barrier) {
     HOPPER_ASM("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -123,8 +123,9 @@ __device__ __forceinline__ void send_block(uint32_t to, const float (&v)[4], uin
     HOPPER_ASM("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
-// The map of an array of 2 to 4 dimensions, the first of them contiguous: of each its size, how many numbers lie from
-// one to the next (the first: 1), and how many a box has, of the first 64 or 32: rows of 128 or 64 bytes, so swizzled.
+// The map of an array of 2 to 4 dimensions, the first of them contiguous: for each its size, its stride in numbers (the
+// first: 1), and the box's size; in the first dimension 64 or 32 numbers: rows of 128 or 64 bytes, swizzled
+// accordingly.
 struct Dimension {
     size_t size, step;
     int box;
@@ -160,7 +161,8 @@ inline CUtensorMap tensor_map(const float* array, std::initializer_list<Dimensio
     return tensor_map(array, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, CU_TENSOR_MAP_SWIZZLE_128B, dimensions);
 }
 
-// Registers move between the warpgroups of a block (all four warps of one say it; a multiple of 8 each thread).
+// Registers move between the warpgroups of a block (all four warps of a warpgroup execute it; a multiple of 8 per
+// thread).
 template <int REGISTERS> __device__ inline void keep_registers() {
     HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
@@ -168,7 +170,7 @@ template <int REGISTERS> __device__ inline void take_registers() {
     HOPPER_ASM("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply what lies in shared memory,
+// wgmma (PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 128 threads multiply operands in shared memory,
 // without ldmatrix and at the full rate of the tensor cores.
 // The operand at `shared`: 128 bytes a row in the 128-byte swizzle (chunk c of 16 bytes of row r lies in place
 // c ^ r % 8), groups of eight rows `group` bytes apart (SBO). If it is transposed, rows are steps of the contraction,
@@ -182,8 +184,8 @@ __device__ inline uint64_t wgmma_narrow_operand(uint32_t shared) {
     const uint64_t at = shared >> 4 & 0x3fff, sbo = 512 >> 4, swizzle = 2;
     return at | sbo << 32 | swizzle << 62;
 }
-// d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, each lane what mma
-// gives it; d[j] is of columns 8 j .. 8 j + 7. It reads shared memory and runs on after the instruction: "memory" keeps
+// d (64,N) = a (64,16) b (16,N), added to d if `add`. Warp w of the four has rows 16 w .. 16 w + 15, in each lane the
+// layout of mma; d[j] holds columns 8 j .. 8 j + 7. It reads shared memory and completes asynchronously: "memory" keeps
 // the compiler from moving stores to shared memory past it, wgmma_settle from using d too early.
 #define F1(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define F8(j) F1(j), F1(j + 1), F1(j + 2), F1(j + 3), F1(j + 4), F1(j + 5), F1(j + 6), F1(j + 7)
@@ -213,7 +215,7 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint6
               "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", "%132",
               F8(0), F8(8), F8(16), F8(24));
 }
-// The same with a in registers, as mma has it.
+// The same with a in registers, in the layout of mma.
 #define WGMMA_REGISTERS(n, sums, a0, a1, a2, a3, b, add, b_cols, ...) \
     HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
                "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, " \
@@ -255,13 +257,13 @@ __device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared:
 template <int LAST> __device__ inline void wgmma_wait() {
     HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(LAST) : "memory");
 }
-// The compiler moves no use of the sums across this.
+// Compiler barrier: no use of the sums moves across it.
 template <int M, int N> __device__ inline void wgmma_settle(float (&d)[M][N][4]) {
     #pragma unroll
     for (int i = 0; i < M * N * 4; i++) asm volatile("" : "+f"(d[i / 4 / N][i / 4 % N][i % 4])::"memory");
 }
 
-// Arrives, as one of those that the barrier was begun with, when all of this thread's copies so far are there.
+// Arrives, as one of the barrier's initial count, when all of this thread's copies so far have completed.
 __device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -17,7 +17,7 @@ attention_hopper_kernel(const __grid_constant__ HopperAttention::Maps maps, cons
         barriers_begun();
     }
     __syncthreads();
-    let_next_start(); // all our blocks have their places
+    let_next_start(); // every block is resident
     wait_for_previous();
     if (threadIdx.x >= a.CONSUMERS) {
         keep_registers<40>();
@@ -29,7 +29,7 @@ attention_hopper_kernel(const __grid_constant__ HopperAttention::Maps maps, cons
 #endif
 }
 
-// Keys that are worth a block of their own: writing and joining parts takes as long as 1,024 keys.
+// Keys that justify a block of their own: writing and joining parts takes as long as 1,024 keys.
 constexpr int HOPPER_LEAST_KEYS = 1024;
 
 int Optional::attention(Context& ctx, const AttentionArgs& p, int D) {
@@ -37,7 +37,7 @@ int Optional::attention(Context& ctx, const AttentionArgs& p, int D) {
     const int G = p.H / p.K, tokens = QUERY_ROWS / G, tiles = (p.b.N - p.first + tokens - 1) / tokens;
     const int blocks = tiles * p.K, wanted = std::min(ctx.gpu->sms / blocks, p.b.longest / HOPPER_LEAST_KEYS);
     const int splits = ctx.invariant || p.lse ? 1 : std::max(1, wanted);
-    const size_t C = (size_t)p.H * D, groups = (size_t)1 << 28; // (as many as there can be: pages are always inside)
+    const size_t C = (size_t)p.H * D, groups = (size_t)1 << 28; // (an upper bound: pages are always inside)
     const auto map_pages = [&](const bf16* cache) {
         return tensor_map(cache, {{64, 1, 64}, {8, (size_t)D, 8}, {2, 64, 2}, {groups, 8 * (size_t)D, 2}});
     };

@@ -4,15 +4,15 @@
 #include "qwen3.cu"
 
 // ---- Attention of prompts (qwen3.cu, attention_kernel) on Hopper, for D = 128. Grid: as many blocks as there are
-// multiprocessors; a block takes the next tile of 128 query rows whenever it has room for one; each of two warpgroups
-// owns 64 of them. Queries, keys and values, 128 at a time, pass through shared memory in two stages each: the lanes of
-// a warp have the Tensor Memory Accelerator copy a page each. A warpgroup has the scores of the next keys and the
-// values of the last ones multiplied at the same time, and makes weights of scores while the latter runs. Bound by the
-// tensor cores and by the exponentials; short sequences by memory.
+// multiprocessors; a block takes the next tile of 128 query rows when it has room for one; each of two warpgroups owns
+// 64 of them. Queries, keys and values, 128 at a time, pass through shared memory in two stages each; the lanes of a
+// warp issue a TMA copy per page. A warpgroup multiplies the scores of the next keys and the values of the last ones at
+// the same time, and computes weights from scores while the latter runs. Bound by the tensor cores and by the
+// exponentials; short sequences by memory.
 //
 // A page's keys, 16 rows of 128 numbers, lie as (2 groups, 2 halves, 8 rows, 64 numbers), so that all groups of eight
-// keys of a tile are equally far apart, and so do its values. What pages hold past a sequence's end has weight 0, and
-// is finite.
+// keys of a tile are equally far apart, and so do its values. Page contents past a sequence's end have weight 0, and
+// are finite.
 struct HopperAttention {
     static constexpr int D = 128, KEYS = 128, GROUP = 2048, HALF = 1024;     // bytes from a group, a half, to the next
     static constexpr int TILE = 128 * D * 2, SHARED = 6 * TILE + 1024;
@@ -23,9 +23,9 @@ struct HopperAttention {
     };
     const AttentionArgs& p;
     int tiles, splits;
-    int* taken; // how many units were taken from the counter, and how many blocks have left
-    struct Shared { // what the warps of a block tell each other
-        int unit[2]; // whose queries are in each of the two stages, -1 at the end
+    int* taken; // units taken from the counter; blocks that have ended
+    struct Shared { // shared among the warps of a block
+        int unit[2]; // owner of the queries in each of the two stages, -1 at the end
         Ring<2> queries, keys, values; // where the next copies go
         bool ended;
     };
@@ -36,14 +36,14 @@ struct HopperAttention {
     __device__ uint32_t empty(int i) const { return barriers + 16 * i + 8; }
 
     // A unit is a KV head's tile of queries and a split of its keys. The last tokens come first: those of a long
-    // sequence have the most keys, and what is left for the end is short.
+    // sequence have the most keys, so the last units are short.
     __device__ QueryTile tile_of(int unit) const { return QueryTile(p, unit % p.K, tiles - 1 - unit / p.K / splits); }
     __device__ int split_of(int unit) const { return unit / p.K % splits; }
 
     // f(n0, n1, from, to) for each sequence in the tile: its tokens there, and the split's keys.
     template <class F> __device__ __forceinline__ void each_sequence(const QueryTile& t, int split, F f) const {
         for (int n0 = t.begin, n1; n0 < t.end; n0 = n1) {
-            if (p.b.seq[t.end - 1] == p.b.seq[n0]) n1 = t.end; // (as a rule)
+            if (p.b.seq[t.end - 1] == p.b.seq[n0]) n1 = t.end; // (the common case)
             else
                 for (n1 = n0 + 1; n1 < t.end && p.b.seq[n1] == p.b.seq[n0]; n1++) {}
             const int longest = p.b.pos[n1 - 1] + 1, key_tiles = (longest + KEYS - 1) / KEYS;
@@ -52,8 +52,8 @@ struct HopperAttention {
         }
     }
 
-    // Two warps, a unit each in turn: while one copies, the other looks up what its unit's copies need. A block's first
-    // two units make an even start, a long one and a short one; the others come from a counter.
+    // Two producer warps alternate units: while one copies, the other looks up the page numbers of its unit. A block's
+    // first two units give an even start, a long one and a short one; the others come from a counter.
     __device__ __forceinline__ void produce(const Maps& maps, int me) const {
         const int lane = threadIdx.x % 32, blocks = gridDim.x, count = tiles * splits * p.K;
         const auto copy = [&](int first, const CUtensorMap& map, Ring<2>& ring, int page, int kv) {
@@ -94,7 +94,7 @@ struct HopperAttention {
                     const int next = key0 + KEYS < to ? page_of(n0, key0 + KEYS, to) : 0;
                     if (key0 == from) copy(KEYS_AT, maps.keys, keys, page, t.kv);
                     if (key0 + KEYS < to) copy(KEYS_AT, maps.keys, keys, next, t.kv);
-                    else if (lane == 0 && after < 0) after = atomicAdd(taken, 1); // (late: who is done first takes it)
+                    else if (lane == 0 && after < 0) after = atomicAdd(taken, 1); // (late: a free block takes it)
                     copy(VALUES, maps.values, values, page, t.kv);
                     page = next;
                 }
@@ -109,7 +109,7 @@ struct HopperAttention {
             barrier_wait(empty(QUERIES + queries.stage), queries.parity ^ 1);
             told.unit[queries.stage] = -1;
             barrier_arrive(full(QUERIES + queries.stage));
-            if (atomicAdd(taken + 1, 1) == blocks - 1) taken[0] = taken[1] = 0; // nobody takes any more
+            if (atomicAdd(taken + 1, 1) == blocks - 1) taken[0] = taken[1] = 0; // no block takes another unit
         }
         if (told.ended) return;
         __syncwarp();
@@ -119,7 +119,7 @@ struct HopperAttention {
     __device__ static void wait_for_turn(int me) { asm volatile("barrier.sync %0, 64;" ::"r"(2 + me) : "memory"); }
     __device__ static void pass_turn(int to) { asm volatile("barrier.arrive %0, 64;" ::"r"(2 + to) : "memory"); }
 
-    // s = q k^T of this warpgroup's 64 rows and a tile of keys; mixed += weights v. Both run on.
+    // s = q k^T of this warpgroup's 64 rows and a tile of keys; mixed += weights v. Both run asynchronously.
     using Scores = float[1][KEYS / 8][4];
     using Mixed = float[1][D / 8][4];
     __device__ __forceinline__ void multiply_keys(Scores& s, int queries, int i) const {
@@ -140,7 +140,7 @@ struct HopperAttention {
         wgmma_commit();
     }
 
-    // Scores of keys from key0 on become weights; rows see keys below limit[h]. shrink[h]: for what was summed so far.
+    // Scores of keys from key0 on become weights; rows see keys below limit[h]. shrink[h]: factor of the earlier sums.
     __device__ __forceinline__ static void soften(Scores& s, float (&maximum)[2], float (&sum)[2], float (&shrink)[2],
                                                   const int (&limit)[2], bool masked, int key0, float scale) {
         if (masked)
@@ -198,7 +198,7 @@ struct HopperAttention {
             barrier_wait(full(q), queries.parity);
             const int unit = told.unit[queries.stage];
             if (unit < 0) return;
-            __syncwarp(); // all lanes have read it before one of them leaves the stage
+            __syncwarp(); // all lanes have read it before any of them leaves the stage
             const QueryTile t = tile_of(unit);
             const int split = split_of(unit);
             each_sequence(t, split, [&](int n0, int n1, int from, int to) {

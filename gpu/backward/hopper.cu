@@ -9,12 +9,12 @@ attention_backward_hopper_kernel(const __grid_constant__ AttentionBackward p, in
     __shared__ HopperBackward::Shared told;
     const HopperBackward a = {p, taken, told, (shared_address(memory) + 1023) & ~1023u}; // (the swizzle's unit)
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 + a.STAGES; i++) // (an owned tile's unit is told besides)
+        for (int i = 0; i < 2 + a.STAGES; i++) // (an owned tile's unit is stored as well)
             barrier_begin(a.full(i), a.PRODUCERS + (i < 2)), barrier_begin(a.empty(i), a.CONSUMERS / 32);
         barriers_begun();
     }
     __syncthreads();
-    let_next_start(); // all our blocks have their places
+    let_next_start(); // every block is resident
     wait_for_previous();
     if (threadIdx.x >= a.CONSUMERS) {
         keep_registers<24>();

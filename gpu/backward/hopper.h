@@ -8,9 +8,10 @@
 // tiles (keys and values; or q and dout) while two others pass by, 64 rows at a time (q and dout; or keys and values),
 // and
 //     s = own[0] passing[0]^T    dp = own[1] passing[1]^T    sum[0] += ds passing[0]    sum[1] += p passing[1] (keys)
-// Each of two warpgroups has 64 of the rows owned. A third one copies: the tiles that pass by, in two stages, and,
-// while both are full, the next unit's own. Bound by the tensor cores, and a seventh by waiting for tiles; the products
-// of 64 x 64 take both operands from shared memory and all of its bandwidth. The sums of keys take 128 registers.
+// Each of two warpgroups owns 64 of the rows. A third one copies: the tiles that pass by, in two stages, and, while
+// both are full, the next unit's own tiles. Bound by the tensor cores, and for a seventh of the time by waiting for
+// tiles; the products of 64 x 64 take both operands from shared memory and use all of its bandwidth. The sums of keys
+// take 128 registers.
 struct HopperBackward {
     static constexpr int D = 128, OWN = 128, PASSING = 64, STAGES = 2;
     static constexpr int TILE = OWN * D * 2, SHARED = (2 * 2 + STAGES) * TILE + 1024; // (two tiles pass by as one)
@@ -22,7 +23,7 @@ struct HopperBackward {
     struct Unit {
         int kv, first, from, to; // it owns keys, or rows, from `first` on; rows, or keys, from .. to - 1 pass by
         bool keys;
-        // In tiles; on the diagonal last, where only one warpgroup has something to do: the other one stores meanwhile.
+        // In tiles; the diagonal comes last, where only one warpgroup has work: the other one stores meanwhile.
         __device__ int count() const { return (to - from + PASSING - 1) / PASSING; }
         __device__ int tile(int i) const { return from + (keys ? count() - 1 - i : i) * PASSING; }
     };
@@ -34,7 +35,7 @@ struct HopperBackward {
         uint64_t barriers[2 * (2 + STAGES)];
     };
     const AttentionBackward& p;
-    int* taken; // how many units were taken from the counter, and how many blocks have left
+    int* taken; // units taken from the counter; blocks that have ended
     Shared& told;
     uint32_t tiles; // in shared memory
     __device__ uint32_t own(int stage) const { return tiles + stage * 2 * TILE; }
@@ -42,7 +43,7 @@ struct HopperBackward {
     __device__ uint32_t full(int i) const { return shared_address(told.barriers + 2 * i); } // own 0, 1; passing 2 ..
     __device__ uint32_t empty(int i) const { return full(i) + 8; }
 
-    // Keys, then rows; of one sequence, long units come first.
+    // Keys, then rows; within a sequence, long units come first.
     BOTH static int units(int N, int H, int K) { return (N + OWN - 1) / OWN * (H + K); }
     __device__ __forceinline__ Unit unit_of(int number) const {
         const int G = p.H / p.K, all = units(p.b.N, p.H, p.K), lane = threadIdx.x % 32;
@@ -57,13 +58,13 @@ struct HopperBackward {
         }
         const HeadQueries heads(p, u.kv);
         const int n0 = heads.token(u.first), n1 = heads.token(min(u.first + OWN, p.b.N * G) - 1);
-        u.to = n0; // what follows is spare
+        u.to = n0; // all later rows are spare
         for (int n = n0; n <= n1; n += 32) u.to += count(n + lane <= n1 && p.b.seq[n + lane] >= 0);
         u.from = u.to > n0 ? n0 - p.b.pos[n0] : u.to;
         return u;
     }
 
-    // ---- One warpgroup copies. A tile of ROWS rows lies in two halves of 128 bytes a row.
+    // ---- The producer warpgroup. A tile of ROWS rows lies in two halves of 128 bytes a row.
     template <int ROWS> __device__ static int place(int r, int chunk) {
         return chunk / 8 * ROWS * 128 + r * 128 + ((chunk % 8 ^ r % 8) << 4);
     }
@@ -87,7 +88,7 @@ struct HopperBackward {
         if (!first || ROWS == PRODUCERS)
             copy_few_async<4>(shared_address(numbers.delta + r), p.delta + (there ? from : 0), there);
     }
-    // Waits for `empty` when it knows where the keys are.
+    // Looks up the place of the keys, then waits for `empty`.
     template <int ROWS>
     __device__ __forceinline__ void copy_keys(uint32_t to, int kv, int m0, int end, uint32_t empty, int parity) const {
         const HeadRows<D> mine;
@@ -142,14 +143,14 @@ struct HopperBackward {
             u = next;
         }
         if (threadIdx.x % PRODUCERS == 0 && atomicAdd(taken + 1, 1) == (int)gridDim.x - 1)
-            taken[0] = taken[1] = 0; // nobody takes any more
+            taken[0] = taken[1] = 0; // no block takes another unit
     }
 
-    // ---- Two warpgroups multiply.
+    // ---- The two consumer warpgroups.
     using Scores = float[1][PASSING / 8][4];
     using Sums = float[1][D / 8][4];
     using Weights = uint32_t[PASSING / 16][4];
-    // s = a b^T of this warpgroup's 64 rows and those that pass by; sum += weights b. Both run on.
+    // s = a b^T of this warpgroup's 64 rows and those that pass by; sum += weights b. Both run asynchronously.
     __device__ __forceinline__ static void multiply(Scores& s, uint32_t a, uint32_t b) {
         wgmma_begin();
         #pragma unroll
@@ -171,7 +172,7 @@ struct HopperBackward {
         const float scale = 1 / sqrtf((float)D);
         const int group = threadIdx.x / 128 * 64, warp = threadIdx.x / 32 * 16; // where their rows begin in the tile
         const uint32_t mine = own(owned) + group * 128;
-        const auto leave = [&](int i) { // all lanes have read what is there, also where the warp skips a tile
+        const auto leave = [&](int i) { // all lanes have read the tile, also if the warp skips it
             __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive(empty(i));
         };
@@ -198,7 +199,7 @@ struct HopperBackward {
             }
             if (first_key > newest || last_key < oldest_first) continue;
             uint32_t tile = passing(ring.stage), a = mine;
-            asm volatile("" : "+r"(tile), "+r"(a)); // (else what follows from them takes registers all along)
+            asm volatile("" : "+r"(tile), "+r"(a)); // (else values derived from them occupy registers throughout)
             Scores s, ds;
             Weights weights, more;
             multiply(s, a, tile);

@@ -32,7 +32,7 @@ lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ 
     if (threadIdx.x >= S::CONSUMERS) {
         keep_registers<40>();
         if (threadIdx.x > S::CONSUMERS) return;
-        barrier_arrive_expecting(B_there, S::B_BYTES); // weights: before what ran before has ended
+        barrier_arrive_expecting(B_there, S::B_BYTES); // weights: before the previous kernel has ended
         for (int r = 0; r < S::ROWS; r += 256) copy_box(B_at + r * S::RANK * 2, maps.B, B_there, c0, r0 + r);
         wait_for_previous();
         for (int tile = begin; tile < end; tile++)
@@ -47,7 +47,7 @@ lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ 
         return;
     }
     take_registers<232>();
-    wait_for_previous(); // whose scratch this one writes
+    wait_for_previous(); // whose scratch this kernel writes
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const auto done_with = [&](int stage) {
         if (lane == 0) barrier_arrive(empty(stage));
@@ -82,7 +82,7 @@ lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ 
         wgmma_wait<0>();
         wgmma_settle(dh);
         done_with(before);
-        // Both warpgroups' halves, in buffers that take turns: so one barrier a tile is enough.
+        // Both warpgroups' halves, in alternating buffers: so one barrier a tile is enough.
         const uint32_t half = dh_at + tile % 2 * S::DH_BYTES + threadIdx.x % 128 * 16;
         if (group)
             #pragma unroll

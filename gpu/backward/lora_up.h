@@ -3,12 +3,12 @@
 #include "gpu/hopper.h"
 #include "qwen3.cu"
 
-// dh and dB on Hopper, for ranks up to 32: a tile of dy comes from memory once, and wgmma takes it both ways. A block
-// owns a unit, 1024 rows of a module's s B, which stay in shared memory, and a split of the tokens; of these 64 at a
-// time pass by, in stages of 256 rows. Each of two warpgroups has half of a stage's rows: it sums dB of all its rows in
-// registers, and dh of the 64 tokens, whose halves the first warpgroup adds up. One warp copies. What several blocks
-// have parts of, lora_up_sums_kernel adds up in order: dB's splits, and dh where a module has several units.
-// Bound by the memory's speed.
+// dh and dB on Hopper, for ranks up to 32: a tile of dy comes from memory once, and wgmma uses it both ways. A block
+// owns a unit, 1024 rows of a module's s B, which stay in shared memory, and a split of the tokens, which pass by 64 at
+// a time in stages of 256 rows. Each of two warpgroups has half of a stage's rows: it sums dB of all its rows in
+// registers, and dh of the 64 tokens; the first warpgroup adds both halves. One warp copies. lora_up_sums_kernel adds,
+// in order, parts that several blocks have: dB's splits, and dh if a module has several units. Bound by memory
+// bandwidth.
 struct LoraUp {
     static constexpr int ROWS = 1024, TOKENS = 64, PIECE = 256, PIECES = ROWS / PIECE, RANK = 32, STAGES = 4;
     static constexpr int PANEL = TOKENS * 128, DY_BYTES = PIECE / 64 * PANEL;
@@ -43,7 +43,7 @@ struct LoraUp {
         return rank <= RANK && (size_t)parts() * N * RANK * sizeof(float) <= scratch &&
                (size_t)units() * splits * SUMS * sizeof(float) <= PARTIAL_BYTES;
     }
-    // (An index that is not constant would cost a copy of the array.)
+    // (A variable index would put a copy of the array into local memory.)
     __device__ static int pick(const int (&x)[4], int j) { return j == 0 ? x[0] : j == 1 ? x[1] : x[2]; }
     __device__ int module_of(int u) const { return (modules > 1 && u >= unit[1]) + (modules > 2 && u >= unit[2]); }
     __device__ bool has_parts(int j) const { return (j == 0 ? part[1] : j == 1 ? part[2] : part[3]) > pick(part, j); }

@@ -2,7 +2,7 @@
 #define QWEN3_PART PART_WEIGHT
 #include "qwen3.cu"
 
-// Of some shapes the transposed product has fewer waves of tiles.
+// For some shapes the transposed product has fewer waves of tiles.
 bool Optional::weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed) {
     const auto time = [&](const TileArgs& q) { return HopperPlan(ctx, MOST_SPLITS, q.N, q.out, q.in, false).least; };
     if (!ctx.gpu->hopper || ctx.invariant || !(time(transposed) < time(p))) return false;

@@ -8,13 +8,13 @@
 // block's warps share, each with its steps of `in`; mma_32, whose a and b operands hold the same columns; the warps'
 // sums in shared memory.
 // A step has 32 RUNS columns. Lane 4 g + t loads 8 bytes of row g of each tile: columns 8 t .. 8 t + 7 of the step,
-// INT4 also 32 columns further. A lane's sums are of rows 2 t and 2 t + 1 of the tile, so it loads these rows' scales;
-// and row g's zero points, which its weights need. All of a group's loads are on their way before any is waited for.
+// INT4 also 32 columns further. A lane's sums belong to rows 2 t and 2 t + 1 of the tile, so it loads these rows'
+// scales; and row g's zero points, which its weights need. All of a group's loads are in flight before the first wait.
 template <class F, int TILES, bool PAIR> struct PackedWeights {
     static constexpr int LOADS = F::LOADS / TILES, ROWS = PAIR ? 8 : 8 * TILES, STEP = 32 * F::RUNS;
     uint2 w[LOADS][TILES];
     typename F::Raw scale[LOADS][TILES][F::SCALES][2];
-    uint32_t zero[LOADS][TILES][F::SCALES]; // of row g; 0 where w is not there
+    uint32_t zero[LOADS][TILES][F::SCALES]; // of row g; 0 past the end of w
     // Loads LOADS steps from `step` on; zeros from step `last` on.
     __device__ __forceinline__ void load(const PackedArgs& p, int group, int step, int last) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(256, 2) packed_kernel(PackedArgs p, Epilogue e
     const int groups = (p.out + ROWS - 1) / ROWS;
     Weights weights;
     int group = blockIdx.x;
-    weights.load(p, group, first, last); // (no kernel of a forward writes weights)
+    weights.load(p, group, first, last); // (no kernel of a forward pass writes weights)
     let_next_start();
     wait_for_previous();
     epilogue.begin();
-    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last one it computes what nobody keeps
+    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last token results are unused
     GPU_UNROLL
     for (int m = 0; m < M; m++) {
         const int n = min(g + 8 * m, p.N - 1);
@@ -144,7 +144,7 @@ RowsDealt packed_product(Context& ctx, Epilogue epilogue, const bf16* x, const i
         PackedArgs p = packed_args(W);
         p.x = x, p.rows = rows, p.N = N;
         if (Epilogue::PAIR) p.out = W.rows[0];
-        // Two tiles share what is read of x, where every multiprocessor still has a group.
+        // Two tiles share the loads of x, if every multiprocessor still has a group.
         if constexpr (!Epilogue::PAIR)
             if (p.out < 16 * ctx.gpu->sms)
                 return N <= 8 ? launch_packed<F, 1, 1>(ctx, p, epilogue) : launch_packed<F, 1, 2>(ctx, p, epilogue);

@@ -41,7 +41,7 @@ __device__ inline uint2 load_eight(const void* p, bool there) {
 }
 #endif
 
-// A scale as two bf16, twice each: what a bf16 has of it, and of the rest; and a pair of weights times their sum.
+// A scale as two bf16, twice each: its bf16 part, and the rest; and a pair of weights times their sum.
 __device__ inline void two_words(uint32_t (&words)[2], float s) {
     const uint32_t first = pack(s, s);
     const float rest = s - low(first);
@@ -51,10 +51,10 @@ __device__ inline uint32_t times_two(uint32_t pair, const uint32_t (&words)[2]) 
     return fma_pair(pair, words[0], fma_pair(pair, words[1], 0x80008000));
 }
 
-// A run: eight neighbouring columns of a row, the first a multiple of 8. A format says
+// A run: eight neighbouring columns of a row, the first a multiple of 8. A format defines
 //   RUNS     in 8 bytes: run j of a lane begins 32 j columns after its first
 //   SCALES   groups that these runs can be of
-//   LOADS    of 8 bytes that a lane has on their way, as many as there are registers for
+//   LOADS    of 8 bytes that a lane has in flight, limited by registers
 //   byte     where in a row the 8 bytes of the run at `column` are
 //   run      its eight numbers as bf16 pairs, but for the scale; `zero` is INT4's
 //   pair     two of them, whose bytes are both bytes of the halves of `twice`
@@ -67,8 +67,8 @@ struct PackedInt8 {
     using Raw = uint16_t;
     __device__ static float to_float(Raw s) { return to_acc(bf16{s}); }
     __device__ static size_t byte(int column) { return (size_t)column; }
-    // A byte with its sign is u - 128 (sign), u < 128. Behind a byte 0x43 its sign is the last bit of the exponent: 128
-    // + u where it is 0. So with the bit taken out: (128 + u) - (sign ? 256 : 128).
+    // A byte with its sign is u - 128 (sign), u < 128. Appended to a byte 0x43 its sign is the last bit of the
+    // exponent: 128 + u if it is 0. So without that bit: (128 + u) - (sign ? 256 : 128).
     __device__ static uint32_t two(uint32_t word, uint32_t bytes) {
         const uint32_t raised = __byte_perm(word, 0x43434343, bytes);
         return fma_pair(raised & 0x43804380, 0xbf80bf80, raised & 0x437f437f); // times -1
@@ -96,12 +96,13 @@ struct PackedFp8 {
     __device__ static uint32_t pair(uint32_t twice, int, uint32_t) {
         return fma_pair((twice & 0x80008000) | (twice >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000);
     }
-    // (The scale has more bits than two bf16, so near the middle of two numbers it may be rounded the other way.)
+    // (The scale has more bits than two bf16, so near the middle of two numbers it may be rounded in the other
+    // direction.)
     __device__ static void scale_words(uint32_t (&words)[2], Raw s) { two_words(words, s); }
     __device__ static uint32_t scaled(uint32_t pair, const uint32_t (&words)[2]) { return times_two(pair, words); }
 };
 
-// GROUPS: 2 where a group has 32 columns, so that the lower halves' is another than the upper halves'.
+// GROUPS: 2 if a group has 32 columns, so that the lower and the upper halves belong to different groups.
 template <int GROUPS> struct PackedInt4 {
     static constexpr int RUNS = 2, SCALES = GROUPS, LOADS = 4, SLOTS = GROUPS == 2 ? 4 : 1, WORDS = 2;
     static constexpr bool ZEROS = true, BLOCKS = false;
@@ -123,7 +124,7 @@ template <int GROUPS> struct PackedInt4 {
     __device__ static uint32_t scaled(uint32_t pair, const uint32_t (&words)[2]) { return times_two(pair, words); }
 };
 
-// A packed matrix, its blocks one after another, and what it is multiplied by.
+// A packed matrix, its blocks one after another, and its other operand.
 struct PackedArgs {
     const uint8_t* q;    // (out, row_bytes), with PAIR (2 out, row_bytes)
     const void* scale;   // (out / group_rows, groups)
@@ -146,12 +147,12 @@ struct PackedArgs {
 };
 
 inline PackedArgs packed_args(const Linear<bf16>& W) {
-    // (FP8's blocks of rows run on from block to block of a Linear: upload sees to it.)
+    // (FP8's blocks of rows continue across the blocks of a Linear: `upload` ensures it.)
     const int shift = W.group & (W.group - 1) ? -1 : __builtin_ctz((unsigned)W.group);
     return {(const uint8_t*)W.q[0], W.scale[0], W.zero[0], W.row_bytes(), W.in, W.out(), W.group, W.groups(),
             W.group_rows, shift};
 }
-// Calls f with W's format. INT4 of groups of up to `few` columns goes as if they were of 32.
+// Calls f with W's format. INT4 in groups of up to `few` columns is treated as groups of 32.
 template <class Use> auto with_packing(const Linear<bf16>& W, Use f, int few = GROUP) {
     if (W.in % 8 || W.out() % 8) DIE("a packed matrix is (%d,%d): the GPU takes multiples of 8", W.out(), W.in);
     switch (W.format) {

@@ -6,16 +6,16 @@
 #include "qwen3.cu"
 
 // ===================================================================================== 5 17 to 128 tokens, on Hopper
-// The packed bytes come to shared memory and are converted on their way to the tensor core. Rows of W are wgmma's rows
-// and tokens its columns: so what a lane converts is its own part of operand a, which wgmma takes from registers, and
-// no number is written back. Bound by the memory's speed; beside it the L2 cache, from which each block reads x, the
-// tensor cores and the conversions all have most of their time's work.
+// The packed bytes are copied to shared memory and converted on their way to the tensor core. Rows of W are wgmma's
+// rows and tokens its columns: a lane converts its own part of operand a, which wgmma reads from registers, and no
+// number is written back. Bound by memory bandwidth; the L2 cache, from which each block reads x, the tensor cores and
+// the conversions are also busy most of the time.
 //
 // Grid: tiles of rows, each for all tokens, times splits of `in`, the blocks of a cluster; without splits as many
 // blocks as are resident at once, and a block takes tiles in turn. A block's warpgroups have 64 rows of the tile each,
-// or, in tiles of few rows, several have the same rows and take stages in turn: while one converts, others multiply.
-// One more warp, the producer, has the Tensor Memory Accelerator copy stage after stage to a ring: PACKED_IN columns of
-// x, in two panels of 64 as hopper_kernel's stages, and of the packed rows, swizzled in theirs.
+// or, in tiles of few rows, several have the same rows and alternate stages: while one converts, others multiply. One
+// more warp, the producer, issues TMA copies of stage after stage to a ring: PACKED_IN columns of x, in two panels of
+// 64 as hopper_kernel's stages, and the packed rows, swizzled in theirs.
 //
 // Ownership. Lane 4 g + t holds rows g and g + 8 of the 16 rows of a warp's operand a: rows half a tile apart, so that
 // with PAIR they are a row of gate and the same row of up. In each eight columns it holds the pair 2 t and 2 t + 1, the
@@ -23,7 +23,8 @@
 constexpr int PACKED_STAGES = 12; // stages at most
 
 template <class F, int TOKENS> struct PackedTile {
-    // Warpgroups, for more of which there are not registers enough; the producer is one, and leaves the others most.
+    // Maximum warpgroups for the available registers; the producer is one, and leaves most of its registers to the
+    // others.
     static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : 3, THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = TOKENS == 64 ? 112 : 152, PRODUCERS = 32;
     static constexpr int X_BYTES = TOKENS * PACKED_IN * 2, ROW_BYTES = PACKED_IN / F::RUNS; // of a stage
@@ -35,8 +36,8 @@ struct PackedTiles {
     int rows, turns;           // of a tile; warpgroups that have the same rows
 };
 
-// The scales and zero points that a lane's two rows have in a stage, loaded a stage ahead: one, or one for each quarter
-// of its columns, of which each lane of a quad has one.
+// The scales and zero points of a lane's two rows in a stage, loaded a stage ahead: one, or one for each quarter of its
+// columns, one in each lane of a quad.
 template <class F> struct PackedScales {
     int at[2];
     typename F::Raw next[2];
@@ -52,7 +53,7 @@ template <class F> struct PackedScales {
             if (F::ZEROS) next_zero[h] = p.zero ? p.zero[at[h] + g] : 8;
         }
     }
-    __device__ __forceinline__ void take() { // what was loaded
+    __device__ __forceinline__ void take() { // the loaded values
         GPU_UNROLL
         for (int h = 0; h < 2; h++) {
             F::scale_words(words[h], next[h]);
@@ -64,9 +65,9 @@ template <class F> struct PackedScales {
     }
 };
 
-// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: where chunk 0 (of 16 bytes) of
-// a lane's row g is, swizzled; its other row is `apart` bytes further. Of eight bytes a lane picks two, twice each.
-// INT4: an odd quarter is in the upper halves of the bytes that the one before picked.
+// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: address of chunk 0 (of 16
+// bytes) of a lane's row g, swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two, twice
+// each. INT4: an odd quarter is in the upper halves of the bytes selected for the quarter before it.
 template <class F>
 __device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&picked)[2][2][2], uint32_t w,
                                                 uint32_t apart, uint32_t pick, int quarter,
@@ -105,15 +106,15 @@ __device__ __forceinline__ float4 four_rows(const float (&even)[4], const float 
     return third ? make_float4(x, y, b.x, b.y) : make_float4(a.x, a.y, x, y);
 }
 
-// Hands the sums of a lane's rows to the epilogue.
-// Warpgroups of the same rows, in a block and its cluster, have the sums of some stages each. They leave them in shared
-// memory (stages that all have been used), where each adds up some pieces, of 16 tokens, in order.
+// Passes the sums of a lane's rows to the epilogue. Warpgroups with the same rows, in a block and its cluster, have the
+// sums of some stages each. They store them in shared memory (in stages that are no longer used), where each adds up
+// some pieces, of 16 tokens, in order.
 template <int TOKENS, class Epilogue>
 __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4], uint32_t shared,
                                               const PackedTiles& tiles, int unit, int N, int out, Epilogue& epilogue) {
     constexpr int PIECES = TOKENS / 16, MOST_TURNS = 4;
     int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread), "+r"(unit)); // what follows needs no registers before
+    asm volatile("" : "+r"(thread), "+r"(unit)); // the code below needs no earlier register
     const int lane = thread % 32, rows = tiles.rows, same = rows * 2, threads = same * tiles.turns; // of a turn; all
     const int split = unit % tiles.splits, r0 = unit / tiles.splits * rows, apart = Epilogue::PAIR ? 0 : rows / 2;
     const int r = (Epilogue::PAIR ? r0 / 2 : r0) + thread / 32 * 8 % (rows / 2) + lane / 16 * 4; // the first of four
@@ -135,7 +136,7 @@ __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4],
     if (parts == 1) {
         GPU_UNROLL
         for (int first = 0; first < PIECES; first += 2) {
-            float4 before[2][2]; // asked for before the first is waited for
+            float4 before[2][2]; // loaded before the first wait
             GPU_UNROLL
             for (int i = 0; i < 2; i++) before[i][0] = old(first + i, 0), before[i][1] = old(first + i, 1);
             GPU_UNROLL
@@ -165,7 +166,7 @@ __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4],
         hand(piece, v[0], v[1], before);
         before[0] = old(piece + parts, 0), before[1] = old(piece + parts, 1);
     }
-    if (tiles.splits > 1) cluster_arrive(), cluster_wait(); // no block's memory goes away while others read it
+    if (tiles.splits > 1) cluster_arrive(), cluster_wait(); // no block exits while others read its memory
 }
 
 template <class F, int TOKENS, class Epilogue>
@@ -192,7 +193,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         barriers_begun();
     }
     __syncthreads();
-    let_next_start(); // all our blocks have their places
+    let_next_start(); // every block is resident
     Ring<PACKED_STAGES> ring;
     if (threadIdx.x >= consumers) {
         keep_registers<Tile::PRODUCERS>();
@@ -229,7 +230,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
     const int g = threadIdx.x % 32 / 4, apart = PAIR ? p.out : rows / 2;
     uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4), ring_at = shared;
     uint32_t w_at = Tile::X_BYTES + (in_tile + g) * Tile::ROW_BYTES + g / F::RUNS * 16;
-    asm volatile("" : "+r"(pick), "+r"(ring_at), "+r"(w_at)); // not computed again and again
+    asm volatile("" : "+r"(pick), "+r"(ring_at), "+r"(w_at)); // not recomputed in each step
     ring.next(tiles.stages, turn);
     const auto done_with = [&](int s) {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty(s));
@@ -246,8 +247,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
             scales.take();
             scales.load(p, step + tiles.turns); // (past the end: the row's last)
-            // A barrier two phases behind looks full, and we may be a ring ahead of another turn, whose data for this
-            // place have not come yet: first wait until they have been used.
+            // A barrier two phases behind looks full, and this warpgroup may be a ring ahead of another turn, whose
+            // data for this stage are still to come: first wait until they have been used.
             barrier_wait(empty(ring.stage), ring.parity ^ 1);
             barrier_wait(full(ring.stage), ring.parity);
             const uint32_t at = ring_at + ring.stage * bytes;
@@ -276,9 +277,9 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
 #endif
 }
 
-// Rows of a tile, in warpgroups, and blocks that share it. Measured on an H100: a block a tile of 64 rows, whose
-// warpgroups all work on it, as long as there are multiprocessors enough; else larger tiles, in turn. Two blocks a tile
-// pay where half of the multiprocessors would be idle and rows are long.
+// Rows of a tile, in warpgroups, and blocks that share it. Measured on an H100: a block a tile of 64 rows, on which all
+// warpgroups work, if there are enough multiprocessors; else larger tiles, in turn. Two blocks a tile pay if half of
+// the multiprocessors would be idle and rows are long.
 struct PackedPlan {
     int warpgroups = 1, splits = 1;
     static PackedPlan best(int sms, int rows, int in) {

@@ -9,8 +9,8 @@ void packed_embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const B
 // A part of W as bf16, in the scratch: valid until the next call.
 const bf16* unpack(Context& ctx, const Linear<bf16>& W, int r0, int rows, int k0, int columns);
 
-// While it lives and W is packed, no kernel starts before all ahead of it have ended: products read weights early, and
-// these are written by unpack_kernel just before.
+// While it lives and W is packed, no kernel starts before all earlier ones have ended: products read weights early, and
+// unpack_kernel writes these just before.
 struct AfterUnpacking {
     Gpu& gpu;
     const bool was;
@@ -20,7 +20,7 @@ struct AfterUnpacking {
     AfterUnpacking(const AfterUnpacking&) = delete;
     ~AfterUnpacking() { gpu.overlap = was; }
 };
-// W as a product of many tokens takes it.
+// W as the operand of a product of many tokens.
 inline const bf16* unpacked(Context& ctx, const Linear<bf16>& W) {
     return W.format == Format::PLAIN ? W.w[0] : unpack(ctx, W, 0, W.out(), 0, W.in);
 }
@@ -42,22 +42,22 @@ template <class Use> void each_part(Context& ctx, const Linear<bf16>& W, bool co
 bool rounds_activations(const Context& ctx, const Linear<bf16>& W, int N);
 // Scratch for `rows` tokens.
 void plan_rounded(Context& ctx, Arena& arena, const Config& c, int rows);
-// Where x is as e4m3: at the beginning of the scratch, or, if the product that made x left it so too, at the end, since
+// Address of x as e4m3: the beginning of the scratch, or its end if the product that computed x left it there, since
 // that product's own x was at the beginning.
 size_t e4m3_bytes(int N, int in); // bytes, then scales
 E4M3Rows first_rows(Context& ctx, int N, int in);
 E4M3Rows last_rows(Context& ctx, int N, int in);
-// Where a product of `used` bytes of x leaves its output, beside the output itself; null: there is no room.
+// Place for the output of a product of `used` bytes of x, in addition to the normal output; null: there is no room.
 E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t used);
 // x rounded, in the scratch: valid until the next call.
 const bf16* rounded(Context& ctx, const bf16* x, int N, int in);
 E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in);
 // To e4m3 at `to`; or to bf16 in the scratch.
 template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const bf16* x, int N, int in);
-// Whether tensor cores take W as it is stored.
+// Whether tensor cores read W as it is stored.
 bool takes_e4m3(const Context& ctx, const Linear<bf16>& W);
 
 constexpr int PACKED_IN = 128; // columns of a stage of packed_hopper_kernel
-// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes; a group
-// of columns is found by a shift.)
+// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator requires rows of whole 16 bytes; a
+// group of columns is found by a shift.)
 bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N);

@@ -33,7 +33,7 @@ void plan_rounded(Context& ctx, Arena& arena, const Config& c, int rows) {
     ctx.gpu->rounded_numbers = (size_t)(rows + 127) / 128 * 128 * std::max({c.C, c.H * c.D, c.F});
     ctx.gpu->rounded = arena.take<bf16>(ctx.gpu->rounded_numbers);
 }
-// Where x is as e4m3: at the beginning of the scratch, or, if the product that made x left it so too, at the end, since
+// Address of x as e4m3: the beginning of the scratch, or its end if the product that computed x left it there, since
 // that product's own x was at the beginning.
 size_t e4m3_bytes(int N, int in) { // bytes, then scales
     const size_t pitch = (size_t)(N + 127) / 128 * 128, groups = (size_t)(in + FP8_GROUP - 1) / FP8_GROUP;
@@ -53,7 +53,7 @@ E4M3Rows first_rows(Context& ctx, int N, int in) {
 E4M3Rows last_rows(Context& ctx, int N, int in) {
     return e4m3_at((uint8_t*)(ctx.gpu->rounded + ctx.gpu->rounded_numbers) - e4m3_bytes(N, in), N, in);
 }
-// Where a product of `used` bytes of x leaves its output, beside the output itself; null: there is no room.
+// Place for the output of a product of `used` bytes of x, in addition to the normal output; null: there is no room.
 E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t used) {
     if (used + e4m3_bytes(N, out) > 2 * ctx.gpu->rounded_numbers) return {};
     ctx.gpu->ahead = {output, N, out};
@@ -79,13 +79,13 @@ E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in) {
     launch_round<true>(ctx, to, x, N, in);
     return to;
 }
-// Whether tensor cores take W as it is stored.
+// Whether tensor cores read W as it is stored.
 bool takes_e4m3(const Context& ctx, const Linear<bf16>& W) {
     return ctx.gpu->hopper && W.group == FP8_GROUP && W.group_rows == FP8_GROUP && W.in % 16 == 0 && !W.adapter.rank;
 }
 
-// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator wants rows of whole 16 bytes; a group
-// of columns is found by a shift.)
+// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator requires rows of whole 16 bytes; a
+// group of columns is found by a shift.)
 bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
     return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
            W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0 &&

@@ -26,7 +26,7 @@ template <class F> struct PackedRows {
 template <class F>
 __global__ void __launch_bounds__(256) unpack_kernel(bf16* to, PackedArgs p, int r0, int rows, int k0, int columns) {
     let_next_start();
-    wait_for_previous(); // products that read what was here before
+    wait_for_previous(); // products that read the earlier contents
     const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x, runs = (size_t)columns / 8;
     if (i >= runs * rows) return;
     const int r = (int)(i / runs), k = (int)(i % runs) * 8;

@@ -16,11 +16,11 @@ __device__ inline void round_four(uint2& to, const float4& y) { to = make_uint2(
 // Layouts, stages, further columns, splits and fragments are tile_kernel's; PAIR: the tile's first half are rows of
 // gate, its second half the same rows of up.
 //
-// SHARING: two blocks, a cluster, have neighbouring tiles of tokens and the same rows of W, of which each copies half
-// to both: a stage is filled again when the consumers of both have left it, and what the other block has copied may
-// count before this one says how many bytes it expects, since the phase still lacks that arrival. Products one after
-// another take the card to the limit of its power, so it is bytes, here those from the L2 cache, that cost clocks.
-constexpr int MOST_SPLITS = 8; // blocks that every GPU takes as a cluster
+// SHARING: two blocks, a cluster, have neighbouring tiles of tokens and the same rows of W; each copies half of these
+// to both. A stage is refilled when the consumers of both blocks have left it. The other block's copy may count before
+// this one declares its expected bytes, since the phase still lacks that arrival. Successive products take the card to
+// its power limit, so bytes, here those from the L2 cache, cost clocks.
+constexpr int MOST_SPLITS = 8; // blocks that every GPU places as a cluster
 template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_ = 1> struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
     static constexpr int SHARING = SHARING_; // blocks that share W: 1 or 2
@@ -30,12 +30,13 @@ template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_
     static constexpr int MF = 1, NF = ROWS / 8;
     static constexpr int BAND = 2048 / TOKENS / SHARING, UP = NF / 2;
     static constexpr int CONSUMERS = TOKENS / 64 * 128; // threads
-    // Where three warpgroups could not have registers enough each, the producer is one, and leaves the others most.
+    // If three warpgroups could not have enough registers each, the producer is one warpgroup and leaves most of its
+    // registers to the others.
     static constexpr bool MOVES_REGISTERS = ROWS > 128;
     static constexpr int THREADS = CONSUMERS + (MOVES_REGISTERS ? 128 : 32);
     static constexpr int BLOCKS = 2 * SHARED < 225 * 1024 ? 2 : 1; // of a multiprocessor
-    static constexpr size_t ROOM = BLOCKS == 2 ? 112 * 1024 : 226 * 1024; // what a block may have
-    // Whether the ring may be shorter than STAGES by one, which a block's received sums take.
+    static constexpr size_t ROOM = BLOCKS == 2 ? 112 * 1024 : 226 * 1024; // limit of a block
+    // Whether the ring may be one stage shorter than STAGES, to hold a block's received sums.
     static constexpr bool GIVES = BLOCKS == 1 && TOKENS * ROWS <= 128 * 64;
     // Two boxes of 16 tokens by 64 columns for each warp, where there is room.
     static constexpr int BOX = 16 * 128, STAGING = CONSUMERS / 32 * 2 * BOX;
@@ -83,7 +84,7 @@ template <class S> struct HopperStages {
     __device__ __forceinline__ uint32_t w(int s) const { return x(s) + S::X_BYTES; }
     __device__ __forceinline__ uint32_t full(int s) const { return filled + 8 * s; }
     __device__ __forceinline__ uint32_t empty(int s) const { return emptied + 8 * s; }
-    __device__ __forceinline__ void done_with(int s) const { // a warp; both blocks that fill the stage are told
+    __device__ __forceinline__ void done_with(int s) const { // per warp; both blocks that fill the stage are notified
         const int lane = threadIdx.x % 32;
         if (lane >= S::SHARING) return;
         if (S::SHARING == 1) barrier_arrive(empty(s));
@@ -92,8 +93,9 @@ template <class S> struct HopperStages {
 };
 
 // One thread. Weights may be read before the previous kernels have ended, as in stream_kernel; with W_COLS W may be an
-// activation (dW = dy^T x), which may not. Where each block has one tile, W leaves the L2 cache to the activations.
-// (Blocks that go on to further tiles lose by it: a copy brings 256 bytes of a row to that cache, a stage takes 128.)
+// activation (dW = dy^T x), which may not. If each block has one tile, W is evicted from the L2 cache first, in favour
+// of activations. (For blocks with several tiles that is slower: a copy brings 256 bytes of a row to that cache, a
+// stage uses 128.)
 template <class S, bool X_COLS, bool W_COLS, bool PAIR>
 __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p, const HopperStages<S>& stages,
                                         int units) {
@@ -125,8 +127,7 @@ __device__ __forceinline__ void produce(const TileMaps& maps, const TileArgs& p,
     }
 }
 
-// sum = x W^T over `steps` stages, of which there is one at least. One group of wgmma is under way while the next stage
-// is waited for.
+// sum = x W^T over `steps` >= 1 stages. One group of wgmma is in flight during the wait for the next stage.
 template <class S, bool X_COLS, bool W_COLS>
 __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
                                                      Ring<S::STAGES>& ring, int steps) {
@@ -157,10 +158,10 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
     stages.done_with(before);
 }
 
-// The same of e4m3. A stage is a group of 128 numbers of `in`, and two e4m3 are to the copies one number of two bytes.
-// A wgmma of e4m3 keeps of its 32 products, and of the sum before, what is less than about 14 bits behind the largest
-// one's first, so what it makes of 128 rows of W and a group is added to the sums in float, times the scales of both
-// operands, which are asked for a stage ahead. Meanwhile the other warpgroup's wgmma is under way.
+// The same for e4m3. A stage is a group of 128 numbers of `in`; for the copies two e4m3 count as one number of two
+// bytes. A wgmma of e4m3 truncates its 32 products and the sum before to about 14 bits below the largest one's first
+// bit, so its result for 128 rows of W and a group is added to the sums in float, times the scales of both operands,
+// which are loaded a stage ahead. Meanwhile the other warpgroup's wgmma is in flight.
 template <class S, bool PAIR>
 __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
                                                 Ring<S::STAGES>& ring, const TileArgs& p,
@@ -210,9 +211,9 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
 }
 
 // The blocks of a cluster share a tile, and each has the sums of some of its steps. Block b adds up the tile's pieces
-// b, b + splits, .., in the order of blocks; all send it theirs, to its memory at `received`, and its barrier `came`
-// counts the bytes. A piece: the fragments that give a lane four columns of each of its two tokens. Nobody reads
-// another block's memory, so none has to wait at its end. Consumers only.
+// b, b + splits, .., in the order of blocks; all blocks send it theirs, to its memory at `received`, and its barrier
+// `came` counts the bytes. A piece: the fragments that give a lane four columns of each of its two tokens. No block
+// reads another block's memory, so none has to wait before it ends. Consumers only.
 template <class S, class Epilogue> struct ClusterPieces {
     static constexpr int EACH = Epilogue::PAIR ? 4 : 2, PIECES = S::NF / EACH; // fragments of a piece; pieces of a tile
     static constexpr int BYTES = EACH * S::CONSUMERS * 16;                     // of a piece
@@ -235,7 +236,7 @@ __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4
         return Epilogue::ADDS && inside(piece, h) ? epilogue.old_four(at.token(0, h), row(piece)) : float4{};
     };
     if (!p.apart) cluster_arrive();
-    cluster_wait(); // all have begun; or all have used their stages, in whose place the sums come
+    cluster_wait(); // all have begun; or all have used their stages, which the sums overwrite
     int owner = 0, turn = 0;
     #pragma unroll
     for (int piece = 0; piece < C::PIECES; piece++) {
@@ -275,9 +276,9 @@ __device__ __forceinline__ void finish_in_cluster(const float (&sum)[1][S::NF][4
     }
 }
 
-// Hands a warp's sums to an epilogue with outputs, whose boxes of 128 bytes a token go through shared memory, each in
+// Passes a warp's sums to an epilogue with outputs, whose boxes of 128 bytes a token go through shared memory, each in
 // one of the warp's two places there in turn: a lane's own stores would write eight pieces of 32 bytes at a time, and
-// the warp would wait for them. What the epilogue adds to is asked for 64 columns ahead.
+// the warp would wait for them. Numbers that the epilogue adds are loaded 64 columns ahead.
 template <class S, class Epilogue> struct Boxes {
     static constexpr int FRAGMENTS = Epilogue::PAIR ? S::UP : S::NF;
     const TilePlace<S, Epilogue::PAIR>& at;
@@ -326,7 +327,7 @@ template <class S, class Epilogue> struct Boxes {
                 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int j = j0 + 2 * i;
-                    const auto two = [&](int j) { // if nothing is added, two of a fragment and two of the next will do
+                    const auto two = [&](int j) { // if nothing is added, two fragments' halves are enough
                         return make_float4(sum[j][2 * h], sum[j][2 * h + 1], sum[j + 1][2 * h], sum[j + 1][2 * h + 1]);
                     };
                     float4 y, second = {};
@@ -411,7 +412,7 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
     __syncthreads();
     if (p.apart || S::SHARING > 1) cluster_arrive();
     if (S::SHARING > 1) cluster_wait(); // both have begun their barriers
-    let_next_start(); // all our blocks have their places
+    let_next_start(); // every block is resident
     if (threadIdx.x >= S::CONSUMERS) {
         if (S::MOVES_REGISTERS) keep_registers<40>();
         if (threadIdx.x == S::CONSUMERS) produce<S, X_COLS, W_COLS, Epilogue::PAIR>(maps, p, stages, units);
@@ -456,8 +457,8 @@ hopper_kernel(const __grid_constant__ TileMaps maps, const __grid_constant__ Til
             #pragma unroll
             for (int h = 0; h < 2; h++) finish_row<S>(sum[0], h, at.token(0, h), at.r0, p.N, p.out, epilogue);
     }
-    wait_for_boxes<0>(); // before the memory they lie in goes away
-    // ... or barriers at which the other block arrives. (A thread that has ended counts as there.)
+    wait_for_boxes<0>(); // before their memory is released
+    // ... or barriers at which the other block arrives. (An exited thread counts as arrived.)
     if (S::SHARING > 1) cluster_arrive(), cluster_wait();
 #endif
 }

@@ -3,15 +3,15 @@
 #include "gpu/products/hopper.h"
 #include "qwen3.cu"
 
-// On Hopper: the shape and the number of splits with the least predicted time in microseconds, that of the busiest
-// multiprocessor. A step of 128 x 256 takes 0.55 on an H100; a narrower tile reads more than it multiplies.
+// On Hopper: the shape and the number of splits with the least predicted time in microseconds of the busiest
+// multiprocessor. A step of 128 x 256 takes 0.55 on an H100; a narrower tile reads more per multiplication.
 using Hopper128x256 = HopperShape<128, 256, 4>;
 using Hopper128x192 = HopperShape<128, 192, 5>;
 using HopperPairs = HopperShape<128, 256, 4, 128, 2>; // of four waves or more; of fewer it is slower
 using Hopper128x128 = HopperShape<128, 128, 6>;
 using Hopper64x64 = HopperShape<64, 64, 6>; // two blocks a multiprocessor
-// For few blocks, forward: with room for most of what they read, so that the weights of the next product are on their
-// way to half of the multiprocessors while this one's multiply in the other half, and for sums they receive.
+// For few blocks, forward: stages for most of a block's reads, so that half of the multiprocessors load the weights of
+// the next product while the other half multiply this one's, and memory for received sums.
 using Hopper32x64 = HopperShape<64, 64, 16, 32>;
 using Hopper64x64Deep = HopperShape<64, 64, 14>;
 using Hopper64x128 = HopperShape<64, 128, 9>;
@@ -24,19 +24,20 @@ struct HopperPlan {
     template <class S> void consider(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         const bool small = S::TOKENS * S::ROWS == 64 * 64;
-        if (S::BLOCKS == 1) most = std::min(most, 2); // large clusters of such blocks find no places
+        if (S::BLOCKS == 1) most = std::min(most, 2); // large clusters of such blocks cannot be placed
         for (int s = 1; s <= std::min<int64_t>(most, steps); s *= 2) {
             if (s > 1 && tiles * s > S::BLOCKS * (sms - 4)) break;
             const double each = (double)(tiles * s) / (sms / S::SHARING);
             const double waves = S::BLOCKS > 1 ? std::max(1., each) : std::ceil(each);
-            // Blocks of few tokens also take places in which those of the next product could begin.
+            // Blocks of few tokens also take places in which the next product's blocks could start.
             const double sums = s > 1 ? 0.8 + 0.6 * S::TOKENS * S::ROWS / 4096 + 0.05 * s : 0;
             const double places = small ? each / 2 : 0;
             choose(index, s, waves * (double)((steps + s - 1) / s) * step + sums + places);
         }
     }
     // Considers a shape for few blocks, one tile a block. Blocks occupy places in which the next product's blocks could
-    // start; large clusters, or clusters of large blocks, find no place if they need more than two thirds of the GPU.
+    // start; large clusters, or clusters of large blocks, cannot be placed if they need more than two thirds of the
+    // GPU.
     template <class S> void consider_few(int index, double step, int sms, int most, int N, int out, int in) {
         const int64_t tiles = count_tiles<S>(N, out), steps = (in + STAGE_IN - 1) / STAGE_IN;
         for (int s = 1; s <= std::min<int64_t>(std::min(most, 4), steps); s *= 2) {

@@ -1,5 +1,5 @@
-// gpu/step/attention.h: parts of one kernel's attention: a page in registers, RoPE, a warp's softmax, splits as one.
-// Step::attend and Step::join put them together.
+// gpu/step/attention.h: parts of one kernel's attention: a page in registers, RoPE, a warp's softmax, joining of
+// splits. Step::attend and Step::join combine them.
 #pragma once
 #include "gpu/step/plan.h"
 #include "qwen3.cu"
@@ -11,14 +11,14 @@ __device__ __forceinline__ uint32_t step_pair(const uint4& a, const uint4& b, in
     return i % 2 ? x >> 16 | (y & 0xffff0000) : (x & 0xffff) | y << 16;
 }
 
-// A page of keys and values in a warp's registers, as operands b of mma. Of keys lane 4 g + t has numbers 32 j + 8 t ..
-// + 7 of keys g and g + 8; of values numbers 16 g .. + 15 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. All keys begin in the
-// same bank: so of two chunks every other lane takes the second first (of values, where lanes in fours want the same
-// two, that leaves half of the conflicts).
+// A page of keys and values in a warp's registers, as operands b of mma. For keys lane 4 g + t has numbers 32 j + 8 t
+// .. + 7 of keys g and g + 8; for values numbers 16 g .. + 15 of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9. All keys begin in
+// the same bank: so of two chunks every other lane reads the second first (for values, where four lanes read the same
+// two, half of the conflicts remain).
 struct StepPage {
     static constexpr int D = STEP_HEAD;
     uint4 k[2][D / 32], v[4][D / 64];
-    __device__ __forceinline__ static void swap_if(bool odd, uint4& a, uint4& b) { // without a jump
+    __device__ __forceinline__ static void swap_if(bool odd, uint4& a, uint4& b) { // branchless
         const uint4 x = a, y = b;
         a.x = odd ? y.x : x.x, a.y = odd ? y.y : x.y, a.z = odd ? y.z : x.z, a.w = odd ? y.w : x.w;
         b.x = odd ? x.x : y.x, b.y = odd ? x.y : y.y, b.z = odd ? x.z : y.z, b.w = odd ? x.w : y.w;
@@ -44,7 +44,8 @@ struct StepPage {
             swap_if(odd, v[a][0], v[a][1]);
         }
     }
-    // Key i of the page is new key from + i, if that is none of before; behind the `count` ones is the last once more.
+    // Key i of the page is new key from + i, if the cache does not have it; past the `count` new ones the last is
+    // repeated.
     __device__ __forceinline__ void renew(const bf16* keys, const bf16* values, int from, int count) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         GPU_UNROLL
@@ -75,8 +76,9 @@ struct StepTurn {
           angle{*(const float4*)(angles + lane % 16 * 8), *(const float4*)(angles + lane % 16 * 8 + 4)} {}
 };
 
-// Softmax over a warp's pages: of query g (a row of mma) the largest score and this lane's sum of weights; and the mix
-// of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 16 g + e and 16 g + 8 + e as rows g and g + 8.
+// Softmax over a warp's pages: for query g (a row of mma) the largest score and this lane's sum of weights; and the
+// weighted sum of values: mix[e] has queries 2 t and 2 t + 1 as columns, numbers 16 g + e and 16 g + 8 + e as rows g
+// and g + 8.
 struct StepSoftmax {
     static constexpr int D = STEP_HEAD;
     static_assert(D == 128, "16 rows of mma are 16 chunks of 8");
@@ -107,7 +109,7 @@ struct StepSoftmax {
             largest = fmaxf(largest, x);
         }
         largest = quad_max(largest);
-        if (HIDDEN) largest = fmaxf(largest, -FLT_MAX); // (-inf - -inf is no number)
+        if (HIDDEN) largest = fmaxf(largest, -FLT_MAX); // (-inf - -inf is NaN)
         const float by = exp2_fast(top - largest), by0 = of_column(by, 0), by1 = of_column(by, 1);
         top = largest;
         uint32_t p[2], rest[2]; // of keys 2 t, 2 t + 1 and of 2 t + 8, 2 t + 9
@@ -141,7 +143,7 @@ struct StepSoftmax {
         if (t == 0 && g < count) parts[g * (D + 4) + D] = top, parts[g * (D + 4) + D + 1] = all;
     }
 };
-// Numbers 4 i .. 4 i + 3 of `count` parts as one: their sums, and the largest score and sum of weights.
+// Joins numbers 4 i .. 4 i + 3 of `count` parts: their sums, and the largest score and sum of weights.
 __device__ __forceinline__ float4 step_join(const float* parts, int count, int step, int i, float& top,
                                             float& weights) {
     constexpr int D = STEP_HEAD, ONCE = 8;
@@ -172,8 +174,8 @@ __device__ __forceinline__ float4 step_join(const float* parts, int count, int s
     return sum;
 }
 
-// Four numbers of splits as one. Of each split there is a word: the numbers, as its own softmax has them, and the
-// logarithm (of 2) of its weights' sum.
+// Joins four numbers of splits. Each split has a word: the numbers, normalised by its own softmax, and the logarithm
+// (base 2) of its weights' sum.
 struct StepJoin {
     float top = -INFINITY, weights = 0;
     float4 sum = {0, 0, 0, 0};

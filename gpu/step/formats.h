@@ -1,11 +1,11 @@
-// gpu/step/formats.h: how the weights of a model are packed for one kernel a token; steps by kernels of other shapes.
+// gpu/step/formats.h: the packing of a model's weights for one kernel a token; steps by kernels of other shapes.
 #pragma once
 #include "gpu/packed/formats.h"
 #include "gpu/step/plan.h"
 #include "gpu/step/weights.h"
 #include "qwen3.cu"
 
-// Calls use(StepPlain()) or of a StepPacked: how W's format is packed. Throws Error if it cannot be.
+// Calls use(StepPlain()) or use(a StepPacked) according to W's format. Throws Error if it cannot be packed.
 template <class Use> void with_step_weights(const Linear<bf16>& W, Use use) {
     switch (W.format) {
         case Format::PLAIN: return use(StepPlain());

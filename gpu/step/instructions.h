@@ -18,8 +18,8 @@ struct StepBarrier {
     }
     __device__ void expect(int bytes) { barrier_arrive_expecting(shared_address(this), bytes); }
     __device__ static void begun() { barriers_begun(); }
-    // `bytes` by one thread (see expect); 16 bytes, and, for all of this thread's so far, an arrival when they have
-    // come. Weights are read once, a page once for a group of tokens: the first to leave the L2 cache.
+    // Copies `bytes` by one thread (see expect); or 16 bytes, and an arrival when all of this thread's copies so far
+    // are complete. Weights are read once, a page once for a group of tokens: they leave the L2 cache first.
     __device__ void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -60,7 +60,7 @@ __device__ inline uint64_t step_clock() { // ns
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
     return ns;
 }
-// Adds 1; what the others did before theirs is seen by who reads theirs.
+// Adds 1; a thread that reads the sum sees the other threads' writes made before theirs (release, acquire).
 __device__ inline int step_arrive(int* counter) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");

@@ -3,12 +3,12 @@
 #include "qwen3.cu"
 #include <algorithm>
 
-// ---- The plan: what the host decides, once.
+// ---- The plan: computed once by the host.
 constexpr int STEP_HEAD = 128;   // D
-constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their bytes
+constexpr int STEP_SMALL = 1024; // C of models whose exchanges take longer than their weights
 enum StepPhase { STEP_QKV, STEP_ATTEND, STEP_JOIN, STEP_O, STEP_GATE_UP, STEP_DOWN, STEP_LOGITS };
 
-// W, packed: `units` are dealt to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
+// W, packed: `units` are distributed to blocks, each of `tiles` tiles of 8 rows (gate and up: one of each).
 struct StepProduct {
     int units, tiles, in, steps; // chunks of a row
     bool shifted;                // not of C rows
@@ -25,28 +25,28 @@ struct StepArgs {
     size_t layer_bytes;        // of packed weights
     const unsigned char* packed;
     const bf16* gains;         // (L, 2 C + 2 D), (C): norm1, norm2, q_norm, k_norm; the last norm
-    const bf16* embed;         // (V,C); null: what the tokens have of it is in `residual` (of packed formats only)
+    const bf16* embed;         // (V,C); null: the tokens' rows of it are in `residual` (packed formats only)
     const float* rope;         // (positions, D/2, 2)
     bf16 *keys, *values;       // the cache; from one layer to the next:
     size_t layer_size;
     Batch b;                   // N rows; rows of a sequence are neighbours, in order of position
     float* residual;           // (N,C)
     uint4 *qkv, *mid, *hidden, *out; // words: (N, rows / 4)
-    uint4* att;                // (N, most_splits + 1, H D / 4): splits; or first what JOIN made of them, then these
-    uint32_t* steps;           // taken so far
+    uint4* att;                // (N, most_splits + 1, H D / 4): splits; or first the output of JOIN, then these
+    uint32_t* steps;           // finished so far
     int* arrived;              // blocks at their end; zero between kernels
     volatile int* fault;
     uint64_t patience;         // of a wait, ns
     int stages;
     int in_flight_pages;        // half stages, as StepProduct::in_flight
     int short_keys, most_splits; // up to so many keys have one split
-    int joined;                // so many splits O joins itself
+    int joined;                // O itself joins up to so many splits
     float* logits;             // (N,V)
     const Draw* draw;          // (N)
     const uint32_t* seen;      // (N,V) or null: no penalties
     unsigned long long* best;  // (N, BEST_BLOCKS)
-    bool greedy;               // draws are: the kernel makes them
-    DrawState next;            // where they go
+    bool greedy;               // the kernel samples: parameters
+    DrawState next;            // destination of the draws
     size_t sums_at, squares_at, work_at, ring_at, shared; // in shared memory: see plan_step
 
     BOTH int phases() const { return 6 * L + 1; }
@@ -59,22 +59,23 @@ struct StepArgs {
 struct StepPlace {
     int pos, slot;
     int m0, held;      // tokens m0 .. of the step are of its sequence, whose cache holds so many keys
-    int splits, pages; // of its context; pages of each
+    int splits, pages; // number of splits that O joins itself; 0: JOIN joins them
     int joined;        // so many splits O joins itself, or 0: JOIN does
     int item[2];       // this block's first one of ATTEND and of JOIN
-    int kv, split;     // ... what the former is
+    int kv, split;     // ... its data
     bool attends, joins; // whether it has any
     const int* table;
-    int group;         // of ATTEND: so many tokens from this one on; 0: this one is of an earlier one's
+    int group;         // of ATTEND: number of tokens from this one on; 0: it belongs to an earlier one's group
 };
 struct StepDealt {
     int first[7], units[7]; // of each product its first unit, every gridDim.x-th from there on; how many
-    int last;               // this block is the last to end
+    int last;               // this block ends last
     StepProduct product[7]; // (a kernel's argument is slow to index)
     StepPlace place[STEP_TOKENS];
 };
 
-// Pages of a split at a position. Splits are as few as give each warp a page, or the most there may be.
+// Pages of a split at a position. The number of splits is the smallest that gives each warp at most a page, or the
+// maximum.
 BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
     const int pages = pos / PAGE + 1, wanted = (pages + warps - 1) / warps;
     const int splits = pos < p.short_keys ? 1 : wanted < p.most_splits ? wanted : p.most_splits;
@@ -82,7 +83,7 @@ BOTH inline int step_split_pages(const StepArgs& p, int pos, int warps) {
 }
 
 struct StepPlain;
-// One of the kernel's shapes. Tests take fewer warps and shorter stages. W: how weights are packed, StepPlain or
+// One of the kernel's shapes. Tests use fewer warps and shorter stages. W: the packing of the weights, StepPlain or
 // StepPacked.
 template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain> struct StepShape {
     using W = W_;
@@ -96,15 +97,15 @@ template <int WARPS_, int STEPS_, int TOKENS_, bool BULK_, class W_ = StepPlain>
     static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
     static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of each kind; the ring's stages are fewer:
     static constexpr int WAITS = BARRIERS - 1; // so this one's phase is odd while warp 0 waits for a product's words
-    // How a block multiplies: stages in batches, whose operands are loaded before the input has come; or, with INT4 and
+    // How a block multiplies: stages in batches, whose operands are loaded before the input arrives; or, with INT4 and
     // with 8 bits in larger models, stage by stage.
     static constexpr bool BATCHED = W::PLAIN || (W::RUNS == 2 && STEPS < 32);
-    // Stages whose operands are in registers at once: as many as fit.
+    // Stages whose operands are in registers at once: the largest number that fits.
     static constexpr int BATCH = BULK ? 4 : 2;
-    static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that hand over a token's sums, of 4 tiles each,
+    static constexpr int HANDS = 2 * TOKENS > WARPS ? 1 : 2; // warps that publish a token's sums, of 4 tiles each,
     static constexpr int ROUND = 4 * HANDS;                  // ... of so many tiles at a time
     static constexpr int CONSUMERS = 32 * WARPS, THREADS = CONSUMERS + 128; // (whole warpgroups)
-    // Numbers from one token's row of a product's input, up to whole stages, to the next: odd multiples of 64 bytes.
+    // Distance in numbers between tokens' rows of a product's input, up to whole stages: odd multiples of 64 bytes.
     BOTH static int row(int in) {
         return ((in + STEPS * NUMBERS - 1) / (STEPS * NUMBERS) * STEPS * W::RUNS | 1) * 32;
     }
@@ -140,7 +141,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K)), p.joined = S::TOKENS == 1 ? 4 : 1;
     // Shared memory: the ring's barriers; two sets of sums (tiles, warps, tokens, 8 rows), of squares (tokens, warps);
-    // what the phase at hand works on (a product its input, see Step::attend for the others); the ring takes the rest.
+    // the data of the current phase (a product: its input; see Step::attend for the others); the ring has the rest.
     const size_t G = p.G, D = STEP_HEAD;
     const size_t input = S::input_bytes(std::max({c.C, c.F, c.H * c.D}), N);
     const size_t Q = S::tokens_attended(p.G) * G;
@@ -169,7 +170,7 @@ inline size_t step_words(StepArgs& p, uint4* words, int N) {
     return at;
 }
 
-// Whether the kernel can compute this model at all; else why not.
+// Whether the kernel can compute this model; if not, the reason.
 inline const char* step_refuses(const Config& c) {
     if (c.D != STEP_HEAD) return "its heads are not of 128 numbers";
     if (c.H % c.K || c.H / c.K > 8) return "it has more than 8 query heads a KV head";

@@ -1,4 +1,4 @@
-// gpu/step/road.cu: what the host does for one kernel a token: chooses it, packs weights, launches steps.
+// gpu/step/road.cu: the host code of one kernel a token: chooses it, packs weights, launches steps.
 #include "gpu/packed/packed.h"
 #include "gpu/step/formats.h"
 #include "gpu/step/road.h"
@@ -41,7 +41,7 @@ StepRoad::StepRoad(const Context& where, const Config& c, const Weights<bf16>& w
     CUDA_CHECK(cudaMemGetInfo(&free, &all));
     if (ctx.one_kernel == Context::WHERE_FASTER && arena.used > (free - std::min(free, spoken_for)) / share)
         DIE("--one-kernel: little memory is free");
-    arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need theirs by rows)
+    arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need the original rows)
     plan();
     pack(c, w);
     CUDA_CHECK(cudaHostAlloc((void**)&fault, sizeof *fault, cudaHostAllocMapped));

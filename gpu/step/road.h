@@ -4,9 +4,9 @@
 #include "qwen3.cu"
 #include <memory>
 
-// ---- A session's steps by this kernel: packed weights and all else it needs in the GPU's memory. If the head has
-// another format than the layers, a step is two launches: phases before the head, and the head; packed embeddings are
-// made numbers by a kernel before. Steps of several tokens are for bf16 weights only; both kernels read the same copy.
+// ---- A session's steps by this kernel: packed weights and its other arrays in the GPU's memory. If the head has
+// another format than the layers, a step is two launches: phases before the head, and the head; a kernel before them
+// converts packed embeddings. Steps of several tokens exist for bf16 weights only; both kernels read the same copy.
 struct StepRoad : OneKernelStep {
     using Kernel = void (*)(const StepArgs, int, int);
     struct Part { // of the step: phases `first` .. `last` - 1
@@ -24,16 +24,16 @@ struct StepRoad : OneKernelStep {
     Linear<bf16> embed; // if it is packed
     int* fault = nullptr; // in the CPU's memory
 
-    // Throws Error if this GPU or this model cannot, or (WHERE_FASTER) if its copy of the weights takes more than 1 /
-    // share of the memory that is free and not `spoken_for`.
+    // Throws Error if this GPU or this model cannot run it, or (WHERE_FASTER) if its copy of the weights takes more
+    // than 1 / share of the memory that is free and not `spoken_for`.
     StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t share = 2, size_t spoken_for = 0);
     StepRoad(const StepRoad&) = delete;
     ~StepRoad() override;
-    // The road, or null; who asked for it is told why, once. WHERE_FASTER: where it was measured to be (on Hopper),
-    // except with ctx.invariant: its sums have another order than a prompt's.
+    // The kernel variant, or null; an explicit request is told the reason once. WHERE_FASTER: where measurements show
+    // that it is faster (on Hopper), except with ctx.invariant: its sums have another order than a prompt's.
     static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w,
                                           size_t share = 2, size_t spoken_for = 0);
-    // Whose step it is: the batch, of up to `most` rows, and its cache; where logits go, and each block's likeliest.
+    // Sets the step's batch, of up to `most` rows, and its cache; where logits go, and each block's likeliest id.
     void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
              unsigned long long* best) override;
     void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) override {
@@ -41,7 +41,7 @@ struct StepRoad : OneKernelStep {
     }
     // On the context's stream; part of a graph, if one is being recorded.
     void launch_step() override;
-    // As step_deal deals the head's tiles.
+    // Distributed as step_deal distributes the head's tiles.
     RowsDealt dealt() const override { return {blocks, 8, args.C / 8 % blocks}; }
     const uint32_t* steps() const override { return args.steps; }
     void check() const override;
@@ -49,15 +49,15 @@ struct StepRoad : OneKernelStep {
   private:
     // The kernel and its plan, for weights packed as W.
     void choose(Part& part, const Config& c, const Linear<bf16>& W);
-    // As many tokens as leave the ring room: their inputs lie in shared memory.
+    // The largest number of tokens that leaves room for the ring: their inputs are in shared memory.
     void choose_several(const Config& c);
     template <int TOKENS> void choose_tokens(Part& part, const Config& c);
     template <int TOKENS, class P> void choose_shape(Part& part, const Config& c, int N); // gpu/step/shapes.h
-    static int most_shared(); // bytes that a block can have
+    static int most_shared(); // shared memory limit of a block
     bool all_resident(const Part& part) const;
     void launch_part(const Part& part);
     void plan();
     void pack(const Config& c, const Weights<bf16>& w);
-    template <class P> // W to `to`; `second`: of a unit of two tiles, the row with which the second begins
+    template <class P> // W to `to`; `second`: for a unit of two tiles, the row where the second begins
     void pack_matrix(unsigned char* to, const Linear<bf16>& W, P packed, const StepProduct& q, size_t second);
 };

@@ -23,14 +23,15 @@
 #endif
 
 // ---- The kernel
-// Tokens of a sequence whose contexts are split alike are attended together, as many as mma has rows for their queries.
+// Tokens of a sequence whose contexts are split alike are attended together; mma's rows for their queries limit the
+// number.
 template <class S> __device__ inline void step_place(const StepArgs& p, StepDealt& dealt, int n) {
     StepPlace y;
     y.pos = p.b.pos[n], y.slot = p.b.slot[n], y.m0 = n, y.table = p.b.pages + (size_t)p.b.seq[n] * p.b.max_pages;
     while (y.m0 > 0 && p.b.seq[y.m0 - 1] == p.b.seq[n]) y.m0--;
     y.held = p.b.pos[y.m0], y.group = 0;
-    // Items go around the blocks downwards from the last: these have the fewest weights. (The last have a tile of O and
-    // of DOWN less than others, those before them one of QKV or GATE_UP.)
+    // Items are assigned to blocks downwards from the last: these have the fewest weights. (The last have a tile of O
+    // and of DOWN less than others, those before them one of QKV or GATE_UP.)
     const int blocks = gridDim.x, N = S::TOKENS == 1 ? 1 : p.b.N;
     int first = blocks - 1 - (int)blockIdx.x, leader = 0, item[2] = {first, first}, pages = 0, splits = 0;
     for (int m = 0; m < N; m++) {
@@ -57,7 +58,7 @@ __device__ inline void step_deal(const StepArgs& p, StepDealt& dealt, int phase)
     dealt.first[phase] = first, dealt.units[phase] = units > first ? (units - first - 1) / blocks + 1 : 0;
 }
 
-// This block's items of ATTEND: of every group of tokens KV heads x splits. use(the group's place, its first token, KV
+// This block's items of ATTEND: KV heads x splits of every group of tokens. use(the group's place, its first token, KV
 // head, split).
 template <class S, class Use>
 __device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& dealt, Use use) {
@@ -69,17 +70,17 @@ __device__ __forceinline__ void step_items(const StepArgs& p, const StepDealt& d
             use(y, n, item == first ? y.kv : item / splits, item == first ? y.split : item % splits);
     }
 }
-// Its pages end here.
+// The end of a split's pages.
 __device__ __forceinline__ int step_last_page(const StepPlace& y, int n, int split) {
     return min((split + 1) * y.pages, (y.held + n - y.m0 + y.group - 1) / PAGE + 1);
 }
-// Whether a split has so many pages that the cost of exchanging words matters less.
+// Whether splits have so many pages that the cost of exchanging words matters less.
 __device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { return dealt.place[0].pages > 12; }
-// Whether less is on its way while words are waited for.
+// Whether fewer copies are in flight during a wait for words.
 template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
     return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && !step_long_context(dealt)));
 }
-// The producer: stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
+// The producer: copies stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
 template <class S>
 __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
                                              int first, int last) {
@@ -152,14 +153,14 @@ template <class S> struct Step {
     bf16* work;
     int stage = 0;                    // of the ring: the next to be read,
     uint32_t parity = 0;              // ... and the parity of its phase
-    int set = 0;                      // of sums, the other one's are being handed over still
+    int set = 0;                      // of sums; the other one's are still being published
     bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
     const bool hushed;                // see step_hushed
-    bool gave_up = false;             // nothing is waited for any more
-    int row = 0;                      // this lane's, of what the warp hands over:
-    uint32_t old = 0;                 // ... x before a product, as it came from memory: a float, or
+    bool gave_up = false;             // waits are disabled
+    int row = 0;                      // this lane's, for the values that the warp publishes:
+    uint32_t old = 0;                 // ... x before a product, as loaded: a float, or
     bool embedding = false;           // ... the embedding's bf16;
-    uint16_t gain = 0;                // ... what its successor's norm weighs it by (bf16)
+    uint16_t gain = 0;                // ... the weight of its successor's norm (bf16)
     float scale = 0;                  // 1 / rms of token n
     unsigned long long likeliest = 0; // key of this lane's logits, of token n
 
@@ -167,8 +168,8 @@ template <class S> struct Step {
         : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
         for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
     }
-    // Before each phase. (The compiler must not know that it is the same each time: it would compute all that follows
-    // from these once, ahead of all phases, and keep it in registers that there are not.)
+    // Called before each phase. (The compiler must not know that these are constant: it would compute all dependent
+    // values once, ahead of all phases, and exceed the registers.)
     __device__ __forceinline__ void begin_phase() {
         const int zero = step_opaque(0);
         tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
@@ -191,16 +192,16 @@ template <class S> struct Step {
             if (spins % 1024 == 0) lose_patience(since);
         }
     }
-    // Ends all waits if this one, or another one anywhere, has taken too long.
+    // Ends all waits if this wait, or one of another thread, has taken too long.
     __device__ __forceinline__ void lose_patience(uint64_t& since) {
         const uint64_t now = step_clock();
         if (!since) since = now;
         if (now - since > p.patience) *p.fault = 1;
         gave_up = *p.fault;
     }
-    // Waits, with all lanes of the warp, for those of the words at(0), at(1) .. that are `there`. All that are missing
-    // are asked for together: one after the other, each would take the way to the L2 cache and back. Until they are
-    // asked for again, one lane alone spins, for one of its words: all would keep words from coming.
+    // Waits, with all lanes of the warp, for those of the words at(0), at(1) .. that are `there`. All missing words are
+    // loaded together: one after another, each would cost a round trip to the L2 cache. Between the loads one lane
+    // alone polls one of its words: polling by all lanes would delay the words.
     template <int COUNT, class At, class There>
     __device__ __forceinline__ void await_all(uint4 (&v)[COUNT], uint32_t epoch, At at, There there) {
         GPU_UNROLL
@@ -219,7 +220,8 @@ template <class S> struct Step {
             __syncwarp();
         }
     }
-    // Waits for words of `splits` splits, and makes them one: v[i] of at(i), at(i) + H D / 4 .. Asks for AT_ONCE fours.
+    // Waits for words of `splits` splits, and joins them: v[i] of at(i), at(i) + H D / 4 .. Loads AT_ONCE fours at a
+    // time.
     template <int AT_ONCE, int COUNT, class At, class There>
     __device__ __forceinline__ void await_joined(uint4 (&v)[COUNT], int splits, uint32_t epoch, At at, There there) {
         constexpr int ONCE = AT_ONCE * StepJoin::ONCE;
@@ -237,7 +239,7 @@ template <class S> struct Step {
         GPU_UNROLL
         for (int i = 0; i < COUNT; i++) v[i] = of[i].word(epoch);
     }
-    // y of this lane's row and of its three neighbours' as a word; `square`: x^2 of each. Lanes in fours.
+    // A word of y of this lane's row and of its three neighbours'; `square`: x^2 of each. Lanes in fours.
     __device__ __forceinline__ void send(uint4* words, int row, float y, float square, uint32_t epoch, bool there) {
         const uint32_t pair = pack(y, __shfl_down_sync(~0u, y, 1)), next = __shfl_down_sync(~0u, pair, 2);
         square += __shfl_xor_sync(~0u, square, 1);
@@ -247,10 +249,10 @@ template <class S> struct Step {
     }
 
     // ---- Products
-    // This warp's, of so many chunks of a row or stage.
+    // This warp's share of `chunks` chunks of a row or stage.
     __device__ __forceinline__ int chunks(int steps) const { return (unsigned)(steps - warp + WARPS - 1) / WARPS; }
-    // Operands of `count` stages, which are then free for others. The first has `steps` chunks, the next `less` fewer.
-    // Chunks that do not exist become zeros: left unset, they would keep registers from one product to the next.
+    // Loads operands of `count` stages, which are then released. The first has `steps` chunks, the next `less` fewer.
+    // Missing chunks become zeros: uninitialized, they would keep registers alive from one product to the next.
     __device__ __forceinline__ void load(typename W::Lane (&w)[BATCH][EACH], int count, int steps, int less) {
         GPU_UNROLL
         for (int i = 0; i < BATCH; i++) {
@@ -267,8 +269,8 @@ template <class S> struct Step {
         const int free = stage - count + lane;
         if (lane < count) empty[free < 0 ? free + p.stages : free].arrive();
     }
-    // sum[.][i] += W x^T of stage i < count: of one tile (SAME), whose k go on from stage to stage, s the first; or of
-    // a tile each. (A lane's column of x; what those without a token compute, nobody takes.)
+    // sum[.][i] += W x^T of stage i < count: of one tile (SAME), whose k continue from stage to stage, s the first; or
+    // of a tile each. (x: a lane's column; results of lanes without a token are unused.)
     template <bool SAME>
     __device__ __forceinline__ void multiply(Sum (&sum)[FOURS][BATCH], const typename W::Lane (&w)[BATCH][EACH],
                                              int count, int in, int s) {
@@ -307,7 +309,7 @@ template <class S> struct Step {
             if (4 * four + t < N) sums_of(tile, warp, 4 * four + t)[g] = y;
         }
     }
-    // One of this block's products: a round of tiles, then their sums are handed over.
+    // One of this block's products: a round of tiles, then their sums are published.
     __device__ __forceinline__ void product(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
         const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
@@ -361,8 +363,8 @@ template <class S> struct Step {
             put(i, sum, 0, BATCH);
         }
     }
-    // Stage by stage: the sums of `count` tiles. What follows knows at compile time how many chunks it has, so that
-    // nothing stands between their loads, nor between their products: these are few instructions, one after the other.
+    // Stage by stage: the sums of `count` tiles. The number of chunks is a compile-time constant below, so that no
+    // branch separates their loads, or their products: a short sequence of instructions.
     __device__ __forceinline__ void multiply_packed(int count, int steps) {
         const unsigned char* x = (const unsigned char*)work + warp * W::X_BYTES;
         if (steps <= STEPS) return multiply_tiles<EACH>(count, x, chunks(steps));
@@ -397,7 +399,7 @@ template <class S> struct Step {
             if (each < E) return multiply_stage<E - 1>(sum, x, each);
         multiply_stages<1, E>(sum, x);
     }
-    // sum[i] += W x^T of the E chunks of stage i, which is then free for others.
+    // sum[i] += W x^T of the E chunks of stage i, which is then released.
     template <int COUNT, int E>
     __device__ __forceinline__ void multiply_stages(float (&sum)[COUNT], const unsigned char* x) {
         typename W::Lane w[COUNT][E + 1];
@@ -420,7 +422,8 @@ template <class S> struct Step {
             GPU_UNROLL
             for (int j = 0; j < E; j++) W::add(sum[i], w[i][j], of_x[j]);
     }
-    // Before a round that begins with `tile`: what hand_over needs. Row r of the hand's i-th tile is lane 8 i + r's.
+    // Before a round that begins with `tile`: loads the operands of hand_over. Row r of the hand's i-th tile is lane 8
+    // i + r's.
     __device__ __forceinline__ void prepare(int kind, int layer, int tile) {
         const int tiles = dealt.product[kind].tiles, i = tile + 4 * hand + lane / 8;
         row = (dealt.first[kind] + (tiles == 2 ? i / 2 : i) * (int)gridDim.x) * 8 + lane % 8;
@@ -465,8 +468,8 @@ template <class S> struct Step {
             if (row < draw.exist) likeliest = max(likeliest, draw_key(usable(y), row));
         }
     }
-    // A product's input, to `work`, a token a row, or for packed weights as store_x has it; where a norm comes before
-    // it, the words' squares. A warp takes the words of the chunks it multiplies, and waits for no other.
+    // Copies a product's input to `work`, a row a token, or for packed weights in store_x's layout; before a norm also
+    // the words' squares. A warp loads the words of the chunks that it multiplies, and waits for no other warp.
     __device__ __forceinline__ void input(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
         constexpr int WORDS = S::NUMBERS / 4; // words of a chunk's x
@@ -483,7 +486,7 @@ template <class S> struct Step {
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
         auto word_of = [&](unsigned i) { return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS); };
         const bool embeds = kind == STEP_QKV && layer == 0;
-        if constexpr (!W::PLAIN) { // all lanes together, as store_x needs them; four words each where there are so many
+        if constexpr (!W::PLAIN) { // all lanes together, as store_x requires; four words each if there are enough
             const int all = S::BATCHED ? filled : mine;
             float square = 0;
             int done = 0;
@@ -516,7 +519,7 @@ template <class S> struct Step {
             }
         }
         if constexpr (W::PLAIN) {
-            // This lane's words, of each token, and their places: one in APART.
+            // This lane's words of each token, and their places: one in APART.
             constexpr int APART = 32 * WARPS, ONCE = S::TOKENS == 1 ? 4 : S::TOKENS < 8 ? 8 / S::TOKENS : 1;
             const int width = S::row(q.in), apart = kind == STEP_O ? p.att_words() : words; // from token to token
             for (int i = count + lane; i < filled; i += 32)
@@ -541,7 +544,7 @@ template <class S> struct Step {
                     for (int j = 0; j < 2; j++)
                         if (there(j)) take(0, j, v[j]);
                 }
-            else if constexpr (S::TOKENS == 1) { // one lane spins, and the others look when it has seen its word
+            else if constexpr (S::TOKENS == 1) { // one lane polls, and the others look when its word has arrived
                 if (lane == 0 && count) await(own, e);
                 __syncwarp();
                 for (int i = lane; i < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
@@ -566,14 +569,14 @@ template <class S> struct Step {
                         if (there(j)) take(j % S::TOKENS, j / S::TOKENS, v[j]);
                 }
             if (normed) {
-                constexpr int LANES = 32 / S::TOKENS; // of a token, in the end
+                constexpr int LANES = 32 / S::TOKENS; // of a token, at the end
                 const float sum = sum_over_lanes(square);
                 if (lane % LANES == 0 && lane / LANES < N) squares_of(lane / LANES)[warp] = sum;
             }
         }
         __syncwarp();
     }
-    // The warp's sums of COUNT numbers a lane: the m-th is in lanes m (32 / COUNT) and up. As warp_sum adds.
+    // The warp's sums of COUNT numbers a lane: the m-th is in lanes m (32 / COUNT) and up. Same order as warp_sum.
     template <int COUNT> __device__ __forceinline__ float sum_over_lanes(float (&x)[COUNT]) {
         static_assert((COUNT & (COUNT - 1)) == 0);
         int other = 16;
@@ -588,7 +591,7 @@ template <class S> struct Step {
         for (; other; other /= 2) x[0] += __shfl_xor_sync(~0u, x[0], other);
         return x[0];
     }
-    // Four numbers of token m's embedding, as DOWN would send them.
+    // Four numbers of token m's embedding, in the form of DOWN's output.
     __device__ __forceinline__ uint4 embedded(int m, int word) {
         if (!W::PLAIN && !p.embed) {
             const float4 x = __ldcg((const float4*)(p.residual + (size_t)m * p.C) + word);
@@ -617,9 +620,9 @@ template <class S> struct Step {
     }
 
     // ---- Attention
-    // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step are
-    // of one sequence: their keys and values are not in the cache yet but come as words. Shared memory has these, the
-    // queries, and parts of warps.
+    // A KV head's queries of token n, or of the group that it leads, over a split. Tokens m0 .. end - 1 of the step
+    // belong to one sequence: their keys and values are not in the cache yet but arrive as words. Shared memory holds
+    // these, the queries, and the warps' parts.
     __device__ __forceinline__ void attend(int layer, int n, int kv, int split) {
         const StepPlace& y = dealt.place[n];
         const int group = S::TOKENS == 1 ? 1 : y.group, end = n + group;
@@ -633,7 +636,7 @@ template <class S> struct Step {
         // Heads: the queries, token by token, then each new token's key and value.
         const int heads = Q + 2 * fresh;
         auto token_of = [&](int j) { return j >= Q ? m0 + (j - Q) / 2 : S::TOKENS == 1 ? n : n + j / G; };
-        const int mine = (warp + WARPS - S::HANDS * S::TOKENS % WARPS) % WARPS; // the first; who handed over is late
+        const int mine = (warp + WARPS - S::HANDS * S::TOKENS % WARPS) % WARPS; // the first; publishing warps are late
         auto turn_of = [&](int j) {
             return StepTurn(p.gains + p.gains_of(layer) + 2 * p.C + (j < Q ? 0 : D),
                             p.rope + (size_t)(held + token_of(j) - m0) * D, lane);
@@ -642,7 +645,7 @@ template <class S> struct Step {
         auto load = [&](int from) { // a round: pages from .. from + WARPS - 1, one a warp
             const int end = 2 * min(from + WARPS, count), keys = 2 * (from + warp); // (halves)
             for (int half = 2 * from, stages; half < end; half += stages * S::HALVES) {
-                stages = min((end - half + S::HALVES - 1) / S::HALVES, p.stages); // a lane waits for one, and frees it
+                stages = min((end - half + S::HALVES - 1) / S::HALVES, p.stages); // a lane waits for one and frees it
                 const bool again = stage + lane >= p.stages;
                 const int own = again ? stage + lane - p.stages : stage + lane;
                 if (lane < stages) full[own].wait(again ? parity ^ 1 : parity);
@@ -661,7 +664,7 @@ template <class S> struct Step {
                 if (stage >= p.stages) stage -= p.stages, parity ^= 1;
             }
         };
-        load(0); // before the words have come
+        load(0); // before the words arrive
         const size_t slot = kv_offset(y.slot / PAGE, kv, y.slot % PAGE, p.K, D);
         auto word_of = [&](int j) {
             const bool query = j < Q, value = !query && (j - Q) % 2;
@@ -694,7 +697,7 @@ template <class S> struct Step {
         }
         meet();
 
-        const int row = min(g, Q - 1); // (what others compute, nobody stores)
+        const int row = min(g, Q - 1); // (the other lanes' results are not stored)
         const int pos = S::TOKENS == 1 ? y.pos : held + token_of(row) - m0;
         const bf16* query = queries + row * D + t * 8;
         StepSoftmax softmax;
@@ -726,7 +729,7 @@ template <class S> struct Step {
         }
         return make_uint2(pack(y[0], y[1]), pack(y[2], y[3]));
     }
-    // The warps' parts of Q queries as one.
+    // Joins the warps' parts of Q queries.
     __device__ __forceinline__ void publish_attention(float* parts, int layer, int n, int Q, int kv, int split) {
         const int G = p.G;
         auto token_of = [&](int j) { return S::TOKENS == 1 ? n : n + j / G; };
@@ -739,7 +742,7 @@ template <class S> struct Step {
             step_publish(to + head_of(j) * (D / 4) + quad, StepJoin{top, weights, x}.word(epoch(layer)));
         }
     }
-    // A head's splits as one, if these are too many for O.
+    // Joins a head's splits, if they are too many for O.
     __device__ __forceinline__ void join(int layer, int n, int h, int splits) {
         if (warp) return;
         const int word = h * (D / 4) + lane;
@@ -748,7 +751,7 @@ template <class S> struct Step {
         step_publish(p.att_of(n, 0) + word, v[0]);
     }
 
-    // ---- The end: each block's likeliest ids; the last block draws if it is asked to, and counts the step.
+    // ---- The end: each block's likeliest ids; the last block samples if requested, and counts the step.
     __device__ __forceinline__ void finish() {
         auto largest = [](unsigned long long x) {
             for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
@@ -774,7 +777,7 @@ template <class S> struct Step {
     }
 };
 
-// Phases first .. last - 1 of a step. Grid: any number of blocks; if it is more than one phase, all must be resident.
+// Phases first .. last - 1 of a step. Grid: any number of blocks; with more than one phase, all must be resident.
 template <class S>
 __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_constant__ StepArgs p, int first, int last) {
     unsigned char* memory = step_memory();

@@ -1,19 +1,18 @@
-// gpu/step/weights.h: how the weights of one kernel a token are packed, and how a warp multiplies by them.
+// gpu/step/weights.h: the packing of weights for one kernel a token, and a warp's products with them.
 #pragma once
 #include "gpu/packed/formats.h"
 #include "gpu/step/plan.h"
 #include "qwen3.cu"
 
-// ---- How weights are packed. A chunk is of 8 rows of W (see step.h). Run j of lane 4 g + t is numbers 8 t .. 8 t +
-// 7 of the j-th 32 of row g: four words of two bf16 each, once it is in registers. These are mma's operand a as they
-// lie: two words are of its row g, two of its row g + 8 (of bf16 the first two, else words 0 and 2). x is operand b: of
-// token n column 2 n has the former two, column 2 n + 1 the latter. So lane 4 g + t gets row g's sum for token t in two
-// halves, d[0] and d[3]; d[1] and d[2] multiply what does not belong together. (INT4 has its numbers in another order,
-// see there.) What is packed says
+// ---- Packing. A chunk is of 8 rows of W (see step.h). Run j of lane 4 g + t is numbers 8 t .. 8 t + 7 of the j-th 32
+// of row g: in registers four words of two bf16 each. They are mma's operand a without moves: two words for its row g,
+// two for its row g + 8 (for bf16 the first two, else words 0 and 2). x is operand b: for token n column 2 n has the
+// former two, column 2 n + 1 the latter. So lane 4 g + t gets row g's sum for token t in two halves, d[0] and d[3];
+// d[1] and d[2] are products of unrelated numbers and unused. (INT4 has another order, see there.) A packing defines
 //   RUNS    that a lane has of a chunk         CHUNK   bytes of one
 //   Lane    of a chunk, in registers           Sum     of a tile: row g for token t of four
 //   load    of chunk number + warp of a stage
-//   add     sum += the chunk's W x^T; x: what its runs are multiplied by
+//   add     sum += the chunk's W x^T; x: the operand of its runs
 //   piece   the i-th 16 bytes of a chunk, for rows `row` .. `row` + 7
 __device__ __forceinline__ void step_mma(float (&sum)[4], const uint4& w, const uint2& x) {
     mma(sum, w.x, w.y, w.z, w.w, x.x, x.y);
@@ -28,11 +27,11 @@ struct StepPlain { // bf16
         w = ((const uint4*)first + warp * 32 + lane)[number * 32];
     }
     __device__ __forceinline__ static void add(Sum& sum, const Lane& w, const uint2 (&x)[RUNS]) {
-        mma(sum, w.x, w.z, w.y, w.w, x[0].x, x[0].y); // (so x[0] is 8 bytes of x as it lies)
+        mma(sum, w.x, w.z, w.y, w.w, x[0].x, x[0].y); // (so x[0] is 8 bytes of x in memory order)
     }
     __device__ __forceinline__ static float whole(const Sum& sum) { return sum[0] + sum[3]; }
 
-    // With an adapter W + s B A is packed, rounded once: a token takes no longer.
+    // With an adapter W + s B A is packed, rounded once: the speed is the same.
     struct Source {
         const bf16* W; // (rows, in)
         int in, width = 0; // rows of A, or 0
@@ -56,9 +55,9 @@ struct StepPlain { // bf16
                           pack(low(w.z) + more[4], high(w.z) + more[5]), pack(low(w.w) + more[6], high(w.w) + more[7]));
     }
 };
-// A format of packed/formats.h, whose groups of columns are chunks' parts: GROUPS of a chunk, with a scale each for 8
-// rows (or for all of them), and zero points. These lie behind the 512 bytes: a row's scales by group, then a row's
-// zero points by group. mma's sums of a group are multiplied by its scale.
+// A format of packed/formats.h, whose groups of columns are parts of chunks: GROUPS per chunk, with a scale each for 8
+// rows (or for all of them), and zero points. These follow the 512 bytes: a row's scales by group, then a row's zero
+// points by group. mma's sums of a group are multiplied by its scale.
 template <class F, int GROUPS> struct StepPacked {
     using Raw = typename F::Raw;
     static constexpr int RUNS = 2 * F::RUNS, NUMBERS = 32 * RUNS;
@@ -85,9 +84,9 @@ template <class F, int GROUPS> struct StepPacked {
         if constexpr (F::BLOCKS) return __uint_as_float(w.scale[group]);
         else return F::to_float((Raw)(w.scale[group / 2] >> group % 2 * 16));
     }
-    // x of a chunk, as lanes take it: for each of the eight (g % 2, t) 16 bytes for runs 0 and 1, then (INT4) as many
-    // for runs 2 and 3; behind them INT4's sums of groups. store_x, by all lanes of a warp together: each has its
-    // numbers 4 i .. 4 i + 3, if they are `there`.
+    // x of a chunk in the lanes' layout: for each of the eight (g % 2, t) 16 bytes for runs 0 and 1, then (INT4) 16 for
+    // runs 2 and 3; then INT4's sums of groups. store_x is called by all lanes of a warp together: each has its numbers
+    // 4 i .. 4 i + 3, if they are `there`.
     static constexpr int X_BYTES = 2 * NUMBERS + (F::ZEROS ? 16 : 0);
     struct X {
         uint4 v[RUNS / 2];
@@ -127,9 +126,9 @@ template <class F, int GROUPS> struct StepPacked {
         sum = fmaf(StepPlain::whole(part[0]), scale(w, 0), sum);
         if (GROUPS == 2) sum = fmaf(StepPlain::whole(part[1]), scale(w, 1), sum);
     }
-    // INT4: q, as it is, behind 0x430 is 128 + q in bf16; so a group's sum is 128 + zero times the sum of its x too
-    // large. A word has numbers 8 t .. 8 t + 3 or 8 t + 4 .. 8 t + 7 of two runs, the first in its bytes' lower halves:
-    // of each run the pairs (0, 2) and (1, 3), in which x lies, too.
+    // INT4: 0x430 followed by q is 128 + q in bf16; so a group's sum is too large by 128 + zero times the sum of its x.
+    // A word has numbers 8 t .. 8 t + 3 or 8 t + 4 .. 8 t + 7 of two runs, the first in its bytes' lower halves: of
+    // each run the pairs (0, 2) and (1, 3); x has the same order.
     __device__ __forceinline__ static void add_word(float (&part)[4], uint32_t w, uint32_t x0, uint32_t x1) {
         constexpr uint32_t LOW = 0x000f000f, ONE = 0x43004300;
         mma(part, and_or(w, LOW, ONE), and_or(w >> 4, LOW, ONE), and_or(w >> 8, LOW, ONE), and_or(w >> 12, LOW, ONE),
@@ -154,7 +153,7 @@ template <class F, int GROUPS> struct StepPacked {
     __device__ static uint4 piece(const Source& from, size_t row, int chunk, int i) {
         uint32_t words[4];
         for (int part = 0; part < 4; part++) {
-            const int at = i * 16 + part * 4 - 512; // in what lies behind the weights
+            const int at = i * 16 + part * 4 - 512; // in the bytes behind the weights
             uint32_t& word = words[part] = 0;
             auto group = [&](int j) { return chunk * NUMBERS + j * (NUMBERS / GROUPS); }; // its first column
             if (at < 0) {
