@@ -69,8 +69,9 @@ TEST_CASE("report: every row's share is its rate over a ceiling that was measure
     CHECK(report.failed.empty());
     const Json bench(read_file(RECORDED + "bench.json"));
     const double multiply = bench["multiply_GFLOPs"].number() * 1e9;
-    for (auto& [name, row] : report.rows) {
-        INFO(name);
+    for (auto& entry : report.rows) {
+        INFO(entry.first);
+        auto& row = entry.second;
         CHECK(row.share > 0);
         CHECK(row.share < 1);
         near(row.rate / row.ceiling, row.share, CLOSE);
