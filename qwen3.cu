@@ -1043,30 +1043,30 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 #include "cpu/ops.h"
 #endif
 
-// ---- Draws on a GPU: how, and where the drawn tokens go.
+// ---- Sampling on a GPU: parameters, and the destination of the sampled tokens.
 struct Draw {
     Sampling how;
     int exist; // only ids below may be drawn
 };
 
-// Where draws go, and the batch of the next step.
+// The destination of sampled tokens, and the batch of the next step.
 struct DrawState {
-    int *token, *pos, *slot; // (R) of the token just drawn, out; pos: in, that of the token before
+    int *token, *pos, *slot; // (R) of the token just sampled, out; pos: in, the position of the token before
     const int *seq, *pages;  // (R), (., max_pages)
     int max_pages;
     uint32_t* seen;          // (sequences, V) or null
     volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
     int ring_size;
-    int* last;               // (sequences) what was drawn last, or null
+    int* last;               // (sequences) last sampled token, or null
 };
 
-// How a product's rows were dealt: `rows` neighbours at a time to its blocks in turn, the first ones to block `shift`.
-// blocks 0: they were not.
+// How a product's rows are distributed: `rows` neighbours at a time to its blocks in turn, the first ones to block
+// `shift`. blocks 0: no record.
 struct RowsDealt {
     int blocks = 0, rows = 0, shift = 0;
 };
 
-// A step of up to `most` tokens as one kernel (gpu/step/), where there is one: see Optional::one_kernel.
+// A step of up to `most` tokens as one kernel (gpu/step/), if there is one: see Optional::one_kernel.
 inline constexpr int STEP_TOKENS = 8; // `most` at most
 struct OneKernelStep {
     int most = 1;
@@ -1074,30 +1074,30 @@ struct OneKernelStep {
     // The batch and its cache; logits go to `logits`, each block's likeliest id to `best`.
     virtual void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
                      unsigned long long* best) = 0;
-    // greedy: the kernel itself draws, to `next`. seen: counts for the penalties, or null.
+    // greedy: the kernel itself samples, to `next`. seen: counts for the penalties, or null.
     virtual void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) = 0;
     virtual void launch_step() = 0;             // on the context's stream; part of a graph, if one is being recorded
     virtual RowsDealt dealt() const = 0;        // the head's rows
     virtual const uint32_t* steps() const = 0;  // how many were computed, in the GPU's memory
-    virtual void check() const = 0;             // throws Error if a block waited in vain
+    virtual void check() const = 0;             // throws Error if a block's wait timed out
 };
 
-// The likeliest id of each of the head's blocks: there is room for so many of them.
+// The likeliest id of each of the head's blocks: an array of this size.
 inline constexpr int BEST_BLOCKS = 1024;
-// Groups of ids in the sampler: those of four of its threads, or of some of the head's blocks.
+// Groups of ids in the sampler: the ids of four of its threads, or of some of the head's blocks.
 inline constexpr int DRAW_GROUPS = 256;
 
-// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op: their shapes stand there.
-// Nothing waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
+// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op, which documents their shapes.
+// No launcher waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
 void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
 void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
-// h of W's adapter. made: its dropout masks are there.
+// h of W's adapter. made: its dropout masks are already computed.
 void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
 void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
 void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N);
 void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
                      int N, float eps);
-// Rows from `first` on; so has attention_gpu.
+// Rows from `first` on; the same for attention_gpu.
 void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                         const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
                         int first = 0);
@@ -1145,7 +1145,7 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
 
 // Sampler
 // The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
-// `best`. Returns how rows of W were dealt to blocks.
+// `best`. Returns the distribution of W's rows to blocks.
 RowsDealt draw_head_gpu(Context& ctx,
                         float* logits,            // (R,V) out
                         const Draw* draw,         // (R)
@@ -1154,13 +1154,13 @@ RowsDealt draw_head_gpu(Context& ctx,
                         const bf16* x,            // (., C)
                         const int* rows,          // (R)
                         const Linear<bf16>& W, int R);
-// Book I's `sample`, and the next step's batch. early: it may start before the kernel ahead has ended.
+// Book I's `sample`, and the next step's batch. early: it may start before the previous kernel has ended.
 void sample_gpu(Context& ctx, bool early,
                 const float* logits,            // (R,V)
                 size_t V,
                 const Draw* draws,              // (R)
                 const unsigned long long* best, // (R, BEST_BLOCKS) of draw_head_gpu, or null
-                const RowsDealt& dealt,         // ... which returned it
+                const RowsDealt& dealt,         // ... its return value
                 const DrawState& state, int R);
 // Book I's `likeliest`.
 void likeliest_gpu(Context& ctx,
@@ -1173,15 +1173,15 @@ void likeliest_gpu(Context& ctx,
 
 
 // Scratch
-// Takes scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
+// Allocates scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
 // `context` tokens in `pages` pages. From then on the context has a Gpu of its own.
 void plan_scratch(Context& ctx, Arena& arena);
 void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
-// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+// Numbers of scratch that attention needs: for this number of sequences of one token, or for any others.
 size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D);
 size_t widened_numbers(const Config& c, size_t pages); // of a layer's FP8 cache as bf16
-// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
-// little.
+// Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
+// cost little.
 int splits_for_graph(int position, int context);
 
 // Compiled once, in the object of this file.
@@ -1205,14 +1205,14 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #endif
 
 // ###################################################### Book II ######################################################
-// Kernels and launchers. Suites compile some of the kernels for a CPU, too, and run them there (tests/emulate).
+// Kernels and launchers. Suites also compile some of the kernels for a CPU and run them there (tests/emulate).
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
 #ifdef __CUDACC__
 
-// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those that
-// have no optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they
+// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those
+// without an optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they
 // compile at the same time.
 #define PART_TEXT 1
 #define PART_LINEAR 2
@@ -1255,15 +1255,15 @@ struct Gpu {
     int sm = 0, sms = 0;         // 10 x compute capability; multiprocessors
     bool hopper = false;         // sm_90a, and this binary was built for it, with gpu/: wgmma
     bool overlap = false;        // sm_90 and up: a kernel may start before the one ahead of it has ended
-    float* partial = nullptr;    // of products whose sums several blocks share, PARTIAL_BYTES
-    int* arrived = nullptr;      // ... and how many of them are done: (MAX_TILES), zero between kernels
+    float* partial = nullptr;    // scratch of products whose sums several blocks share, PARTIAL_BYTES
+    int* arrived = nullptr;      // ... and how many of the blocks are done: (MAX_TILES), zero between kernels
     float* attention = nullptr;  // the same for attention, see attention_scratch
     int* attention_arrived = nullptr;
     bf16* unpacked = nullptr;    // of packed weights, a matrix at a time: see gpu/packed/unpack.h
     size_t unpacked_numbers = 0;
-    bf16* rounded = nullptr;     // what FP8 weights are multiplied by, with Context::fp8_activations
+    bf16* rounded = nullptr;     // the activations of FP8 products, with Context::fp8_activations
     size_t rounded_numbers = 0;
-    struct { const bf16* x = nullptr; int N = 0, in = 0; } ahead; // activations that it has already: see E4M3Rows
+    struct { const bf16* x = nullptr; int N = 0, in = 0; } ahead; // activations already stored there: see E4M3Rows
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -1281,14 +1281,15 @@ inline constexpr int MAX_TILES = 4096;
 #define SHARED_FLOATS(name) extern __shared__ __align__(16) float name[]
 
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
-// kernel before it has called let_next_start or ended: what comes before its own wait_for_previous then runs beside
-// that kernel. Every block of every kernel waits, even one with nothing to do, and writes nothing before: so when a
-// kernel has completed, all kernels before it have.
+// previous kernel has called let_next_start or ended: code before its own wait_for_previous then overlaps that kernel.
+// Every block of every kernel waits, even one with nothing to do, and writes nothing before: so when a kernel has
+// completed, all kernels before it have.
 //
-// What may be read before the wait? The kernel before may have called let_next_start before its own wait, and so on:
-// many kernels can be under way at once, back to the last one without `overlap`, copy, memset or beginning of a graph.
-// That one starts when all before it has completed, and what follows starts later than it. Hence the rule: before its
-// wait a kernel reads only what no kernel since then writes. forward begins without `overlap` (embed); so safe are
+// Which reads are safe before the wait? The previous kernel may have called let_next_start before its own wait, and so
+// on: many kernels can be in flight at once, back to the last kernel without `overlap`, copy, memset or beginning of a
+// graph. That operation starts when all before it has completed, and all later kernels start later. Hence the rule:
+// before its wait a kernel reads only data that no kernel since then writes. forward begins without `overlap` (embed);
+// so safe are
 // - the batch (tokens, positions, sequences, slots, block table): written by copies, by serve's prepare_kernel or by
 //   the sample_kernel of the step before, all of which are ahead of embed;
 // - weights: adamw_kernel writes them, after backward, and the next forward begins with embed;
@@ -1298,7 +1299,7 @@ inline constexpr int MAX_TILES = 4096;
 template <class... P, class... A>
 void launch_clusters(Context& ctx, bool overlap, int cluster, void (*kernel)(P...), dim3 grid, int threads,
                      size_t shared, A... args) {
-    if (shared > 40 * 1024) // with a kernel's own arrays it may pass the 48 KB that need no asking
+    if (shared > 40 * 1024) // with static shared memory the total may exceed 48 KB without the attribute
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
     cudaLaunchAttribute attributes[2];
     int count = 0;
@@ -1324,7 +1325,7 @@ template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
     launch_kernel(ctx, ctx.gpu->overlap, kernel, grid, threads, shared, args...);
 }
-// The launches of f, as a graph that can be launched many times.
+// Records the launches of f as a graph that can be launched many times.
 template <class F> cudaGraphExec_t record_graph(Context& ctx, F f) {
     cudaGraph_t recorded;
     cudaGraphExec_t graph;
@@ -1348,8 +1349,8 @@ __device__ inline void let_next_start() {
 #endif
 }
 
-// 16 bytes of weights: read once, so they should not push anything out of the first-level cache. Zeros if not `there`,
-// by a predicate and not by a jump, so that many are asked for in a row.
+// 16 bytes of weights: read once, so they bypass the first-level cache. Zeros if not `there`, by a predicate instead of
+// a branch, so that many loads are issued in a row.
 __device__ inline uint4 load_stream(const void* p, bool there = true) {
     uint4 v;
     asm volatile("{ .reg .pred there; setp.ne.u32 there, %5, 0;\n"
@@ -1407,10 +1408,10 @@ __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 
-// x is made before what follows: a product that all lanes have to compute does not move behind a branch of some.
+// x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
 
-// Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. As mma wants them, or
+// Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. In mma's layout, or
 // transposed.
 #define LDMATRIX(name) \
     asm volatile(name " {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address))
@@ -1422,7 +1423,7 @@ __device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
 }
 #undef LDMATRIX
 
-// 16 bytes from global to shared memory in the background; zeros if not `there`.
+// 16 bytes from global to shared memory, asynchronously; zeros if not `there`.
 __device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
     const int bytes = there ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
@@ -1463,8 +1464,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // Four neighbouring columns of the 16 of two fragments, so that a quad of lanes writes whole sectors of 32 bytes:
-// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: who
-// calls it.
+// neighbours exchange two numbers. Lanes 0 1 2 3 of a quad get columns 0 .. 3, 8 .. 11, 4 .. 7, 12 .. 15. `lanes`: the
+// mask of the calling lanes.
 __device__ __forceinline__ float4 four_columns(float2 even, float2 odd, uint32_t lanes = ~0u) {
     const bool second = threadIdx.x % 2; // gets its four from the second fragment
     const float a = __shfl_xor_sync(lanes, second ? even.x : odd.x, 1);
@@ -1488,10 +1489,10 @@ template <class N> __device__ inline N block_sum(N x) {
     return x;
 }
 
-// One block of several is the last to come here: it may then read what all of them wrote before. `arrived` counts
-// from zero and is zero again afterwards. All threads of the block call it.
-// (One thread's release and acquire are enough: barriers order the others' accesses before and after it. What is read
-// must come from the L2 cache: __ldcg.) With THREADS it is the block's first so many threads.
+// True for the last of several blocks to arrive: it may then read all data that the others wrote before. `arrived`
+// counts from zero and is zero again afterwards. All threads of the block call it. (One thread's release and acquire
+// are enough: barriers order the other threads' accesses. The data must be read from the L2 cache: __ldcg.) With
+// THREADS the block's first THREADS threads call it.
 template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, int blocks) {
     __shared__ int last;
     const auto sync = [] {
@@ -1509,9 +1510,9 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
     return last;
 }
 
-// ---- Optional speed. Book II is complete without gpu/. Where gpu/ has a faster kernel, or a format that Book II does
-// not have (packed weights, FP8 activations), the launcher asks Optional first. If that does nothing (false, 0, no
-// blocks), Book II's own kernel follows. A portable build has nothing optional; else gpu/ defines these functions.
+// ---- Optional speed. Book II is complete without gpu/. If gpu/ may have a faster kernel, or a format that Book II
+// lacks (packed weights, FP8 activations), the launcher calls Optional first. If that does nothing (false, 0, no
+// blocks), Book II's own kernel follows. A portable build has no optional kernels; else gpu/ defines these functions.
 struct TileArgs;
 struct AttentionArgs;
 struct AttentionBackward;
@@ -1547,7 +1548,7 @@ struct Optional {
     template <class Epilogue>
     static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
                          int N);
-    // The product of more tokens with packed weights as they are stored. It may change x: to rounded activations.
+    // The product of more tokens with packed weights as they are stored. It may round the activations in x.
     template <class Epilogue>
     static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
     template <class Epilogue>
@@ -1570,8 +1571,8 @@ struct Optional {
     static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
     // Scratch of forwards of up to `rows` rows.
     static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
-    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, `spoken_for`
-    // not counted.
+    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, less
+    // `spoken_for`.
     static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
                                                      size_t share = 2, size_t spoken_for = 0);
     static constexpr bool HERE = true; // gpu/ is part of this build
@@ -1588,7 +1589,7 @@ void* gpu_allocate(size_t bytes, const char* what) {
         DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
             (double)have / 1e9, (double)all / 1e9);
     CUDA_CHECK(cudaMemset(base, 0, bytes));
-    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the one that clears it
+    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the default stream, which clears it
     return base;
 }
 void gpu_release(void* p) { cudaFree(p); }
@@ -1617,7 +1618,7 @@ size_t gpu_all_memory() {
 
 // ---- Devices and streams (model/device.h)
 #ifdef HAVE_WGMMA
-__device__ int has_wgmma = 1; // whether the code that this GPU runs has the instructions of sm_90a
+__device__ int has_wgmma = 1; // Whether the code that this GPU runs has the instructions of sm_90a.
 #else
 __device__ int has_wgmma = 0;
 #endif
@@ -1699,16 +1700,15 @@ __global__ void embed_kernel(float* x, const bf16* table, Batch b, int C) {
 }
 void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C) {
     if (Optional::embed(ctx, x, table, b)) return;
-    // A forward's first kernel waits for all before it, so that those after it may read early: see launch_kernel.
+    // A forward's first kernel waits for all earlier work, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
 }
 #endif
 
-// ---- rmsnorm of `rows` rows of C, by all warps of a block. put(row, i, four) gets numbers i .. i + 3 of a row, from
-// whole warps, which have 128 neighbours: a group; i may be past the end.
-// The squares are added in pieces of 128 numbers, a warp each, and the pieces in order: the bits do not depend on the
-// number of warps. A warp keeps its first pieces in registers.
-// pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
+// ---- rmsnorm of `rows` rows of C, by all warps of a block. put(row, i, four) receives numbers i .. i + 3 of a row,
+// from whole warps, which have 128 neighbours: a group; i may be past the end. The squares are added in pieces of 128
+// numbers, a warp each, and the pieces in order: the bits do not depend on the number of warps. A warp keeps its first
+// pieces in registers. pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
 template <class Put>
 __device__ inline void norm_rows(Put put, const float* x, const bf16* w, float* pieces, int rows, int C, float eps) {
     constexpr int KEPT = 2;
@@ -1764,8 +1764,8 @@ __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, 
     norm_rows(PlainRows{out + at, C, C}, x + at, w, pieces, 1, C, eps);
 }
 #endif
-// The same where there are many: a warp a token, so that nobody waits for other warps and more loads are on their way.
-// The same bits. meanwhile() runs while the first ones are.
+// The same for many tokens: a warp a token, so that no warp waits for another and more loads are in flight. The same
+// bits. meanwhile() runs during the first loads.
 template <class Meanwhile>
 __device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* w, int C, float eps,
                                          Meanwhile meanwhile) {
@@ -1796,7 +1796,7 @@ __device__ __forceinline__ void norm_row(bf16* out, const float* x, const bf16* 
     for (int p = 0; p < KEPT; p++) store(p, kept[p]);
     for (int p = KEPT; p * 128 < C; p++) store(p, load(p));
 }
-inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps what it has
+inline int norm_threads(int C) { return std::clamp((C + 255) / 256 * 32, 256, 1024); } // a warp keeps its pieces
 inline bool norms_by_warps(Context& ctx, int N) { return N >= 16 * ctx.gpu->sms; }
 #if COMPILED(PART_TEXT)
 // rmsnorm of many tokens. Eight tokens a block, a warp a token; no shared memory. Bound by memory bandwidth.
@@ -1828,7 +1828,7 @@ template <int D> struct WarpHead {
     static constexpr int P = D / 64;
     float u[P], v[P];
 
-    struct alignas(2 * P) Stored { bf16 x[P]; }; // (what a lane has lies together: one access)
+    struct alignas(2 * P) Stored { bf16 x[P]; }; // (a lane's numbers are contiguous: one access)
     __device__ void load(const bf16* head) {
         const Stored a = ((const Stored*)head)[threadIdx.x % 32], b = ((const Stored*)head)[threadIdx.x % 32 + 32];
         for (int p = 0; p < P; p++) u[p] = to_acc(a.x[p]), v[p] = to_acc(b.x[p]);
@@ -1838,7 +1838,7 @@ template <int D> struct WarpHead {
         for (int p = 0; p < P; p++) a.x[p] = round_bf16(u[p]), b.x[p] = round_bf16(v[p]);
         ((Stored*)head)[threadIdx.x % 32] = a, ((Stored*)head)[threadIdx.x % 32 + 32] = b;
     }
-    // `weights` have been loaded as a head is.
+    // `weights` are loaded in the layout of a head.
     __device__ void norm_rope(const WarpHead& weights, const WarpAngles<P>& angle, float eps) {
         float squares = 0;
         for (int p = 0; p < P; p++) squares += u[p] * u[p] + v[p] * v[p];
@@ -1850,8 +1850,8 @@ template <int D> struct WarpHead {
     }
 };
 
-// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, moved to bf16's places, are the number times
-// 2^-120, subnormals too. Two of `word`: `bytes` names theirs, as __byte_perm wants it. And eight neighbours.
+// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, shifted to bf16's fields, are the number times
+// 2^-120, subnormals too. Two of `word`: `bytes` selects theirs, as in __byte_perm. And eight neighbours.
 __device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
     const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
     return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
@@ -1894,12 +1894,12 @@ template <int D> struct WarpFp8Head {
         store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
     }
 };
-// 2^(e - 128), of which 0 says that the row is NaN
+// 2^(e - 128); 0 marks a NaN row
 __device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
 
-// Of q, k and v, from row `first` on. Blocks of 8 warps, a warp two heads of a token: four loads are under way before
-// it is known whether the row is spare (one wait instead of two; of spare rows nothing is stored). Bound by the
-// memory's speed.
+// Rows of q, k and v, from row `first` on. Blocks of 8 warps, a warp two heads of a token: four loads are in flight
+// before it is known whether the row is spare (one wait instead of two; spare rows store nothing). Bound by memory
+// bandwidth.
 template <int D, bool FP8>
 __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
                                       const bf16* k_weight, const float* rope, Batch b, int first, int H, int K,
@@ -1962,9 +1962,9 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 // Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
 // The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
 // backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
-// Three kernels compute them all: stream_kernel for up to 16 tokens, at the speed at which W comes from memory, and for
-// more, at the speed of the tensor cores, tile_kernel, or on Hopper hopper_kernel (gpu/products/hopper.h). The kernel's
-// epilogue says where a sum goes.
+// Three kernels compute them all: stream_kernel for up to 16 tokens, bound by memory bandwidth, and for more tokens,
+// bound by the tensor cores, tile_kernel, or on Hopper hopper_kernel (gpu/products/hopper.h). The kernel's epilogue
+// consumes the sums.
 
 // ---- Epilogues. A kernel takes its epilogue by value, so that each thread has a copy, and calls these functions of
 // it. Here are the defaults. An epilogue for stream_kernel adds `one`, one for tile_kernel and hopper_kernel `four`:
@@ -1975,8 +1975,8 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 //   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
 //
 // Four sums become up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k, and these
-// four belong at output(k). So hopper_kernel can write whole boxes of them in the background. `second` is with PAIR the
-// sum of up (y is that of gate), with ADDS what old or old_four returned, else zero.
+// four belong at output(k). So hopper_kernel can write whole boxes of them asynchronously. `second` is, with PAIR, the
+// sum of up (y is that of gate), with ADDS the result of old or old_four, else zero.
 template <class T> struct Output {
     T* at; // or null: not wanted
     size_t ld;
@@ -1985,11 +1985,11 @@ template <class T> struct Output {
 struct Epilogue {
     static constexpr int OUTPUTS = 0;            // `four` is of `values`; a new `four` needs 0
     using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
-    static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread gets the sums of both
-    static constexpr bool ADDS = false;          // the sum is added to a number that the kernel asks for early
+    static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread receives the sums of both
+    static constexpr bool ADDS = false;          // the sum is added to a number that the kernel loads early
     static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
     static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
-    static constexpr bool PARTS = false;         // ... and make what a softmax needs of each 64 rows
+    static constexpr bool PARTS = false;         // ... and compute the softmax parts of each 64 rows
     static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
@@ -1997,18 +1997,19 @@ struct Epilogue {
     __device__ void begin() {}
     // stream_kernel: all threads, once, after their last `one` (there is no barrier between).
     __device__ void end(int /* N */) {}
-    // With ADDS, the number, or the four, that will be `second`. Asked for before the sums are complete, by the thread
-    // that will hand them over; n and r are not past the end.
+    // With ADDS, the number, or the four, that will be `second`. Loaded before the sums are complete, by the thread
+    // that will pass them on; n and r are not past the end.
     __device__ float old(int /* n */, int /* r */) const { return 0; }
     __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
-    // With MASKS: each `rank` of the further columns are a module's, whose sums are multiplied by `scale` where `masks`
-    // keeps them (r being its number), else left out. The columns come after all others then (TileArgs::more_last).
+    // With MASKS: each `rank` of the further columns belong to a module; its sums are multiplied by `scale` where
+    // `masks` keeps them (r being its number), else left out. These columns come after all others
+    // (TileArgs::more_last).
     static constexpr DropoutMasks masks = {nullptr, 0, 0};
     static constexpr int rank = 0;
     static constexpr float scale = 1;
-    // With PARTS `four` gets w = e^(y - from(n)) of the sums y of token n; part() of rows 64 piece .. 64 piece + 63 the
-    // largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is called once,
-    // with the sum of row chosen_row(n).
+    // With PARTS `four` receives w = e^(y - from(n)) of the sums y of token n; part() receives, for rows 64 piece .. 64
+    // piece + 63, the largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is
+    // called once, with the sum of row chosen_row(n).
     __device__ float from(int /* n */) const { return 0; }
     __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
     __device__ int chosen_row(int /* n */) const { return -1; }
@@ -2082,9 +2083,9 @@ struct SwigluEpilogue : Epilogue { // norm_linear_swiglu
     }
     __device__ void four(int n, int f, const float4& g, const float4& u) { put_values(*this, n, f, g, u); }
 };
-// Epilogue E of up to 16 tokens where W has an adapter, whose h has been computed: s B h is added to each sum before
-// anything is rounded. A thread has an output and all of its row of B: bound by latency.
-inline constexpr int MOST_BESIDE = 192; // columns of B: rank 64 of q, k, v; as far as it was measured faster than tiles
+// Epilogue E of up to 16 tokens if W has an adapter, whose h is already computed: s B h is added to each sum before
+// rounding. A thread has an output and all of its row of B: bound by latency.
+inline constexpr int MOST_BESIDE = 192; // columns of B: rank 64 of q, k, v; the range measured faster than tiles
 template <class E> struct BesideAdapter : E {
     const bf16 *B, *h; // s B (out or, with PAIR, 2 out, width), (N, width)
     int width, out;
@@ -2110,16 +2111,16 @@ template <class E> struct BesideAdapter : E {
 // ---- Few tokens. linear, linear_add, SwiGLU of them, the head, and with NORM the same of rmsnorm(stream).
 // Grid: as many blocks as are resident at once, each of 4 to 12 warps. A block takes groups of TILES x 8 rows of W in
 // turn (PAIR: 8 of gate and 8 of up), all of its warps together: `in` is cut into steps of 32, and a warp has p.steps
-// of them. Lane 4 g + t reads row g of each tile, numbers 8 t .. 8 t + 7 of each step, in one load of 16 bytes.
-// In halves these are two b operands of mma, if the a operands hold the same numbers of the tokens (mma_32): a sum does
-// not ask in which order `in` is numbered, as long as both operands agree. So nothing is moved or converted between
-// memory and tensor core. M: the a operand has room for 8 M tokens; fewer cost as much.
+// of them. Lane 4 g + t reads row g of each tile, numbers 8 t .. 8 t + 7 of each step, in one load of 16 bytes. Its
+// halves are two b operands of mma, if the a operands hold the same numbers of the tokens (mma_32): the order of `in`
+// is free, as long as both operands agree. So no number is moved or converted between memory and tensor core. M: the a
+// operand has room for 8 M tokens; fewer cost as much.
 // Afterwards the warps' sums are added in shared memory, one (token, row) a thread, which calls the epilogue.
 // Shared memory: two sets of (warps, TILES, 8 M, 8) sums, used in turn, so that one barrier a group is enough; with
-// NORM what norm_rows needs, and its output (N, in + 8), whose rows begin in different banks.
-// Bound by the memory's speed: each weight is read once, and all of a group's first STREAM_LOADS loads are on their way
-// before any is waited for; those of the next group before the sums of this one are added.
-// A sum's order depends on `in` only: a row of tokens has the same bits whatever N and M are.
+// NORM the pieces of norm_rows, and its output (N, in + 8), whose rows begin in different banks. Bound by memory
+// bandwidth: each weight is read once, and all of a group's first STREAM_LOADS loads are in flight before the first
+// wait; those of the next group before the sums of this one are added. A sum's order depends on `in` only: a row of
+// tokens has the same bits whatever N and M are.
 inline constexpr int STREAM_TOKENS = 16, NORM_TOKENS = 4, STREAM_LOADS = 8;
 
 struct StreamArgs {
@@ -2183,7 +2184,7 @@ __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue e
     const int groups = (p.out + ROWS - 1) / ROWS;
     int group = blockIdx.x;
     // Weights may be read before the previous kernels have ended: no kernel of a forward writes them, and the first
-    // one, embed, starts only when all that was launched before it has ended (AdamW in training).
+    // one, embed, starts only when all earlier launches have ended (AdamW in training).
     weights.load(p, group, first, last);
     let_next_start();
     wait_for_previous();
@@ -2197,7 +2198,7 @@ __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue e
         norm_rows(PlainRows{normed, ld, p.in}, p.stream, p.norm, pieces, p.N, p.in, p.eps);
         x = normed;
     }
-    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; past the last one it computes what nobody keeps
+    const bf16* token[M]; // tokens g and g + 8, this lane's rows of a; results past the last token are unused
     #pragma unroll
     for (int m = 0; m < M; m++) {
         const int n = min(g + 8 * m, p.N - 1);
@@ -2205,7 +2206,8 @@ __global__ void __launch_bounds__(384, 2) stream_kernel(StreamArgs p, Epilogue e
     }
     float* sums = shared;
     for (; group < groups; group += gridDim.x) {
-        // The first (token, row) that this thread will hand over. A set of sums is (tile, token, row of the tile).
+        // The first (token, row) that this thread passes to the epilogue. A set of sums is (tile, token, row of the
+        // tile).
         const int o0 = threadIdx.x, n0 = o0 / 8 % (8 * M), r0 = group * ROWS + o0 / (64 * M) * 8 + o0 % 8;
         [[maybe_unused]] float old = 0;
         if constexpr (Epilogue::ADDS) old = o0 < SUMS && n0 < p.N && r0 < p.out ? epilogue.old(n0, r0) : 0;
@@ -2258,7 +2260,7 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
     constexpr bool PAIR = Epilogue::PAIR;
     if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
     if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
-    const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; of two tiles it has as many loads
+    const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; two tiles give it as many loads
     if (p.stream) {
         if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
         if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
@@ -2271,8 +2273,8 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
     return {}; // (not reached: PAIR is always two)
 }
 
-// ---- Many tokens. Every product of more than 16 tokens and of the backward pass; of fewer those with dropout, with an
-// adapter of many columns, or with `invariant`.
+// ---- Many tokens. Every product of more than 16 tokens and of the backward pass; for fewer tokens, products with
+// dropout, with an adapter of many columns, or with `invariant`.
 // Grid: (tiles, splits). A block owns a tile of the output: S::TOKENS tokens by S::ROWS rows of W (PAIR: half of them
 // of gate, half of up). It walks along `in` in stages of 64 numbers, which cp.async copies to a ring of S::STAGES
 // stages in shared memory while the tensor cores work on an earlier one. Bound by the tensor cores; by the memory if
@@ -2285,7 +2287,7 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
 // A stage in shared memory. A row has the 128 bytes of a cache line. `in` along the rows: a row of the operand's 64
 // numbers each. `in` down the columns: 64 neighbouring columns at one i, 64 such rows to a panel, a panel for every 64
 // columns of the tile. A row's eight chunks of 16 bytes are swizzled: chunk c of row r lies in place c ^ r % 8. So
-// ldmatrix, which reads the same chunk of eight rows at once, meets eight different groups of banks; wgmma wants the
+// ldmatrix, which reads the same chunk of eight rows at once, accesses eight different groups of banks; wgmma needs the
 // same order.
 //
 // Ownership. A warp owns S::WARP_TOKENS by S::WARP_ROWS of the tile, in fragments of 16 tokens by eight rows of W, in
@@ -2312,7 +2314,7 @@ template <int TOKENS_, int ROWS_, int WARP_TOKENS_, int WARP_ROWS_, int STAGES_>
     __device__ static int warp_token() { return threadIdx.x / 32 % (TOKENS / WARP_TOKENS) * WARP_TOKENS; }
     __device__ static int warp_row() { return threadIdx.x / 32 / (TOKENS / WARP_TOKENS) * WARP_ROWS; }
 };
-// How many tiles it takes, or pairs of them.
+// The number of tiles, or of pairs of them.
 template <class S> int64_t count_tiles(int N, int rows) {
     constexpr int TOKENS = S::TOKENS * S::SHARING;
     return (int64_t)((N + TOKENS - 1) / TOKENS) * ((rows + S::ROWS - 1) / S::ROWS);
@@ -2324,8 +2326,8 @@ struct TileArgs {
     const bf16 *more_x = nullptr, *more_W = nullptr; // (N,more); (out,more), W_COLS (more,out). Not with X_COLS
     int more = 0;
     bool more_last = false;
-    int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: as many as a row has
-    bool early = false;   // few blocks: those of the next kernel may come beside them from the start
+    int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: the row's length
+    bool early = false;   // few blocks: those of the next kernel may be resident beside them from the start
     int splits = 1;
     // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
     int stages = 0;
@@ -2338,7 +2340,7 @@ struct TileArgs {
     int* arrived = nullptr;
 };
 
-// Which tile and which of its steps (stages of `in`) a block has.
+// The tile of a block, and its steps (stages of `in`).
 template <class S, bool PAIR> struct TilePlace {
     int n0, r0;                  // first token; first row, of gate and up together with PAIR
     int first_more, past_more;   // steps over the adapter's columns
@@ -2373,7 +2375,7 @@ template <class S, bool PAIR> struct TilePlace {
     }
 };
 
-// Where in an operand's stage a chunk of 16 bytes lies. With `in` along the rows there are eight chunks, one panel.
+// The place of a chunk of 16 bytes in an operand's stage. With `in` along the rows there are eight chunks, one panel.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t stage, int row, int chunk) {
     return stage + row * 128 + ((chunk ^ row % 8) << 4);
 }
@@ -2488,13 +2490,13 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
     }
 }
 // The main loop: calls multiply(x, w) for the stages of steps from .. to - 1. The copies of the first STAGES - 1 stages
-// are under way.
+// are in flight.
 template <class S, bool X_COLS, bool W_COLS, bool PAIR, class Multiply>
 __device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to,
                                            Multiply multiply) {
     for (int step = from; step < to; step++) {
-        wait_for_copies<S::STAGES - 2>(); // this step's stage, as far as this thread copied it
-        __syncthreads(); // ... as all did; and all are done with the stage before it, whose place the next copies take
+        wait_for_copies<S::STAGES - 2>(); // this thread's copies of this step's stage are complete
+        __syncthreads(); // ... all threads' are; and all have left the stage before it, which the next copies overwrite
         const int next = step + S::STAGES - 1;
         if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
         commit_copies();
@@ -2502,9 +2504,9 @@ __device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, P
     }
 }
 
-// Epilogue::MASKS: what each of up to three modules keeps of a warp's part of a tile. A quad of lanes shares out the
-// pairs of words (64 rows of a token) that all four need. They come from far, so they are asked for before the tile is
-// multiplied: where they are needed, the compiler asks for each just before its use, and waits.
+// Epilogue::MASKS: the masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
+// of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
+// multiplied: otherwise the compiler loads each just before its use, and waits.
 template <class S> struct KeptWords {
     static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
     uint2 pairs[3][EACH];
@@ -2520,7 +2522,7 @@ template <class S> struct KeptWords {
                 pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
             }
     }
-    // (An index that is not constant would cost a copy of the array.)
+    // (A variable index would put a copy of the array into local memory.)
     __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
         #pragma unroll
         for (int k = 0; k < EACH; k++)
@@ -2535,8 +2537,8 @@ template <class S> struct KeptWords {
 };
 
 // Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
-// at a time: of these a fragment's sums are made, masked, and added to `sum`, so that they take only their own
-// registers. x's are zero where columns do not belong to the module. (`sum` cannot be indexed, so this is straight
+// columns at a time: a fragment's sums over them are computed, masked, and added to `sum`, so they take only their own
+// registers. x is zero in columns that do not belong to the module. (`sum` cannot be indexed, so this is straight-line
 // code, and wgmma idles meanwhile: hence few instructions.)
 template <class S, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
@@ -2597,8 +2599,8 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
     }
 }
 
-// The sums of the blocks that share a tile, in order, for the last one to arrive: true for that one. In `partial` they
-// lie as the threads hold them: (tile, split, fragment, thread, 4).
+// Adds the sums of the blocks that share a tile, in order, in the last one to arrive: true in that one. In `partial`
+// they are in the threads' layout: (tile, split, fragment, thread, 4).
 template <int THREADS, int M, int N>
 __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* partial, int* arrived, int tile, int split,
                                               int splits) {
@@ -2622,8 +2624,8 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
     return true;
 }
 
-// With PARTS, what a lane of a quad, which has whole pieces of 64 rows, makes of its sums of token n, fragment after
-// fragment; `first` is the first row of the warp's part.
+// With PARTS, the softmax parts that a lane of a quad, which has whole pieces of 64 rows, computes from its sums of
+// token n, fragment after fragment; `first` is the first row of the warp's part.
 struct WeightSums {
     int n, first, chosen;
     float from, right = 0, largest = -1e30f, part = 0;
@@ -2672,7 +2674,7 @@ __device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int
     }
     weights.end(S::NF, epilogue);
 }
-// Hands a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
+// Passes a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
                                            Epilogue& epilogue) {
@@ -2681,7 +2683,7 @@ __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, 
     constexpr int FOURS = S::NF / EACH;
     const int t = threadIdx.x % 4;
     const auto row = [&](int i) { return (Epilogue::PAIR ? first / 2 : first) + i * 16 + t / 2 * 4 + t % 2 * 8; };
-    constexpr int AHEAD = Epilogue::ADDS && FOURS > 8 ? FOURS / 2 : FOURS; // asked for before the first is waited for
+    constexpr int AHEAD = Epilogue::ADDS && FOURS > 8 ? FOURS / 2 : FOURS; // loaded before the first wait
     #pragma unroll
     for (int i0 = 0; i0 < FOURS; i0 += AHEAD) {
         [[maybe_unused]] float4 old[Epilogue::ADDS ? AHEAD : 1];
@@ -2734,7 +2736,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         });
     } else walk_steps(stages, at.first, at.last, multiply);
     wait_for_copies<0>();
-    if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of ours
+    if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of this one's
 
     if (p.splits > 1 && !reduce_splits<S::THREADS>(sum, p.partial, p.arrived, blockIdx.x, blockIdx.y, p.splits)) return;
     const int first = at.r0 + S::warp_row();
@@ -2747,12 +2749,12 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         }
 }
 
-// Whether the scratch has room for the sums of so many splits.
+// Whether the scratch has room for the sums of `splits` splits.
 template <class S> bool splits_fit(int64_t tiles, int splits) {
     return tiles <= MAX_TILES && tiles * splits * S::TOKENS * S::ROWS * 4 <= (int64_t)PARTIAL_BYTES;
 }
 
-// A product that is to be launched in tiles: what it left open is filled in. Its number of tiles.
+// Completes the arguments of a product by tiles. Returns its number of tiles.
 template <class S, bool X_COLS, bool W_COLS, class Epilogue> int plan_tiles(Context& ctx, TileArgs& p) {
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out;
     const int64_t tiles = count_tiles<S>(p.N, rows);
@@ -2783,9 +2785,9 @@ using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
 using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
 using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
 
-// The shape and the number of splits with the least predicted time in microseconds: the blocks that the busiest
-// multiprocessor has, times a block's steps, plus what splits cost. The figures were fitted to an H100 (tests/bench_gpu
-// sweep); what matters is their proportion. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
+// The shape and the number of splits with the least predicted time in microseconds: the blocks of the busiest
+// multiprocessor, times a block's steps, plus the cost of splits. The figures were fitted to an H100 (tests/bench_gpu
+// sweep); only their proportion matters. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
 // multiprocessor, and `full` if that has many.
 struct TilePlan {
     int shape = 0, splits = 1;
@@ -2800,7 +2802,7 @@ struct TilePlan {
             if (time < least) shape = index, splits = s, least = time;
         }
     }
-    // With X_COLS tiles of 32 tokens are not to be had; of many tokens they were never the best.
+    // With X_COLS there are no tiles of 32 tokens; for many tokens they were never the best.
     TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
         if (ctx.invariant) return;
         consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
@@ -2823,8 +2825,8 @@ void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
     DIE("no tile of shape %d for this product", plan.shape);
 }
 
-// ---- The adapters' own kernels. A's rows pass them in groups of 32, so that one pass over x serves up to three
-// modules (q, k, v; gate, up) of rank 32. What they need to know:
+// ---- The adapters' own kernels. A's rows are processed in groups of 32, so that one pass over x serves up to three
+// modules (q, k, v; gate, up) of rank 32. Their arguments:
 struct LoraArgs {
     const bf16* A; // (m * rank, in)
     int N, in, rank, modules, module[3];
@@ -2845,7 +2847,7 @@ struct LoraArgs {
     BOTH int width() const { return modules * rank; }
     BOTH int each() const { return (rank + 31) / 32; } // groups of a module
     BOTH int groups() const { return modules * each(); }
-    // (An index that is not constant would cost a copy of the array.)
+    // (A variable index would put a copy of the array into local memory.)
     __device__ int name(int j) const { return j == 0 ? module[0] : j == 1 ? module[1] : module[2]; }
     __device__ int module_of(int group) const { return group / each(); }
     __device__ int first_row(int group) const { return group % each() * 32; } // of its module's
@@ -2859,7 +2861,7 @@ __device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t
     return y;
 }
 
-// Calls launch(std::integral_constant<int, G>()): G groups of 32 of an adapter's rows pass a block at once.
+// Calls launch(std::integral_constant<int, G>()): a block processes G groups of 32 of an adapter's rows at once.
 template <class Launch> void in_groups(int groups, Launch launch) {
     if (groups == 1) return launch(std::integral_constant<int, 1>());
     if (groups == 2) return launch(std::integral_constant<int, 2>());
@@ -2913,7 +2915,7 @@ __global__ void __launch_bounds__(256, 2) lora_down_few_kernel(bf16* h, const bf
         store_four(h + (size_t)(n0 + n) * p.width() + j * p.rank + r0 + r, all);
 }
 
-// rmsnorm of many tokens, and the dropout masks of each module. Eight tokens a block, a warp a token: it makes masks
+// rmsnorm of many tokens, and the dropout masks of each module. Eight tokens a block, a warp a token: it computes masks
 // while it waits for memory. Bound by Philox and by memory bandwidth.
 __global__ void __launch_bounds__(256) rmsnorm_masks_kernel(bf16* out, const float* x, const bf16* w, float eps,
                                                             const __grid_constant__ LoraArgs p) {
@@ -2938,12 +2940,11 @@ void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, f
     launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, out, x, w, eps, p);
 }
 
-// lora_down: h_j = drop_j(x) A_j^T, and what was kept, unless that is MADE. Grid: (tokens / 64, groups / GROUPS), 8 or
-// 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a warp
-// owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane makes half of a
-// token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
-// memory.
-// Bound by making the masks (Philox), without that by the memory's speed.
+// lora_down: h_j = drop_j(x) A_j^T, and the dropout masks, unless they are MADE. Grid: (tokens / 64, groups / GROUPS),
+// 8 or 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a
+// warp owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane computes half of
+// a token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
+// memory. Bound by computing the masks (Philox), without that by memory bandwidth.
 template <int GROUPS> struct LoraDownShape {
     static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
     static constexpr int THREADS = PANELS * 128;
@@ -2981,7 +2982,7 @@ lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
     for (int s = 0; s < S::STAGES - 1; s++)
         if (s < steps) copy(s);
         else commit_copies();
-    const int mine = n0 + token + lane % 16; // the token of whose masks this lane makes a half
+    const int mine = n0 + token + lane % 16; // this lane computes a half of this token's masks
     const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
     uint32_t made[GROUPS]; // a step ahead
     const auto load_made = [&](int step) {
@@ -3092,8 +3093,8 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 }
 #endif
 
-// ---- The product that suits the number of tokens. x W^T: an adapter's h and s B are further columns of x and W; of up
-// to 16 tokens the epilogue adds them (but see there). made: its masks are.
+// ---- The product for any number of tokens. x W^T: an adapter's h and s B are further columns of x and W; for up to 16
+// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed.
 void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
@@ -3123,7 +3124,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
         tile_product(ctx, p, epilogue);
     });
 }
-// The same of rmsnorm(stream). `normed` (N,in) holds that where the product does not make it for itself, or rounds it.
+// The same for rmsnorm(stream). `normed` (N,in) holds that if the product does not compute it for itself, or rounds it.
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
                       const Linear<bf16>& W, int N, float eps) {
@@ -3176,9 +3177,9 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
 
 // ======================================================================================================== 11 Attention
 // attention_kernel is for prompts (and training's forward), attention_decode_kernel for sequences of one new token
-// (with qknorm_rope_kv in it: all of `attend`). Where there are too few blocks for the GPU, the keys of a row are
-// split: each block leaves a part (the largest score, the sum of weights, the weighted sum of values), and parts are
-// joined in order. G = H / K query heads share a KV head.
+// (with qknorm_rope_kv in it: all of `attend`). If there are too few blocks for the GPU, the keys of a row are split:
+// each block writes a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in
+// order. G = H / K query heads share a KV head.
 
 // ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
 // A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
@@ -3194,7 +3195,7 @@ template <int D> struct HeadRows {
 };
 
 // s += a b^T: each of 16 I rows of the warp's own with each of 16 J others, all of D numbers and in tiles. s[i][j] is
-// rows 16 i .. of a by rows 8 j .. of b, spread over the warp as mma says.
+// rows 16 i .. of a by rows 8 j .. of b, in mma's layout.
 template <int D, int I, int J>
 __device__ __forceinline__ void multiply_rows(float (&s)[I][2 * J][4], uint32_t a_rows, uint32_t b_rows) {
     constexpr int ROW = HeadTile<D>::ROW;
@@ -3249,7 +3250,7 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[I][D / 8][4], con
     }
 }
 
-// Where this lane's numbers of such an s are: row of s[i][.][e], column of s[.][j][e]; f(number, i, j, e) for each.
+// This lane's numbers of such an s: row of s[i][.][e], column of s[.][j][e]; f(number, i, j, e) for each.
 __device__ __forceinline__ int score_row(int i, int e) { return i * 16 + e / 2 * 8 + threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int score_column(int j, int e) { return j * 8 + threadIdx.x % 4 * 2 + e % 2; }
 template <int I, int J, class F> __device__ __forceinline__ void each_score(float (&s)[I][J][4], F f) {
@@ -3260,7 +3261,7 @@ template <int I, int J, class F> __device__ __forceinline__ void each_score(floa
             #pragma unroll
             for (int e = 0; e < 4; e++) f(s[i][j][e], i, j, e);
 }
-// Such an s of 16 rows, rounded, as mma and wgmma take it for their a operand.
+// Such an s of 16 rows, rounded, as the a operand of mma and wgmma.
 template <int K>
 __device__ __forceinline__ void round_weights(uint32_t (&weights)[K][4], const float (&s)[1][2 * K][4]) {
     #pragma unroll
@@ -3282,8 +3283,8 @@ template <int J> __device__ __forceinline__ void store_row(bf16* row, const floa
 // A block of 128 threads owns 128 query rows: all G heads of 128 / G neighbouring tokens that share a KV head. Keys and
 // values pass through shared memory, 64 at a time, in two stages. A warp owns 32 of the rows, with their scores and
 // sums in registers; a thread has two columns of every eight, of four rows (see mma). The tokens of a tile may belong
-// to several sequences: these are taken one after another, each computing all rows and keeping its own. Where tiles are
-// too few for the GPU, the keys are split: blocks that share a tile leave parts, which attention_sum_kernel joins.
+// to several sequences: these are processed one after another; each computes all rows and keeps its own. If tiles are
+// too few for the GPU, the keys are split: blocks that share a tile write parts, which attention_sum_kernel joins.
 // Grid (K, tiles of tokens, splits); shared memory (128 + 4 x 64) rows of D numbers: 96 KB for D = 128, two blocks a
 // multiprocessor. Bound by the tensor cores and by registers: for D = 128 all 255 are in use.
 inline constexpr int QUERY_ROWS = 128, KEYS = 64;
@@ -3321,7 +3322,7 @@ __device__ __forceinline__ void load_queries(const AttentionArgs& p, const Query
 }
 
 // Passes keys and values of a sequence, up to position `to`, through two stages of shared memory. A tile has four
-// pages, whose numbers are read a tile ahead of the copies that need them.
+// pages, whose numbers are read a tile ahead of their copies.
 template <int D> struct PassingPages {
     static constexpr int TILE = KEYS * HeadTile<D>::ROW;
     const AttentionArgs& p;
@@ -3361,8 +3362,8 @@ template <int D> struct RowSums {
     }
 };
 
-// The online softmax: scores s become weights 2^(scale (s - maximum)); what was summed so far shrinks to the new
-// maximum. `sum` has this lane's columns alone: the four lanes of a row are added at the end.
+// The online softmax: scores s become weights 2^(scale (s - maximum)); earlier sums shrink to the new maximum. `sum`
+// covers this lane's columns alone: the four lanes of a row are added at the end.
 template <int D>
 __device__ __forceinline__ void online_softmax(RowSums<D>& rows, float (&s)[2][KEYS / 8][4], float scale) {
     #pragma unroll
@@ -3425,7 +3426,7 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
     const int key_tiles = (longest + KEYS - 1) / KEYS, splits = gridDim.z, split = blockIdx.z;
     const int from = key_tiles * split / splits * KEYS, to = min(longest, key_tiles * (split + 1) / splits * KEYS);
     const int first_row = threadIdx.x / 32 * 32; // of this warp
-    int limit[2][2]; // keys that this lane's rows see; rows of other sequences compute what nobody keeps
+    int limit[2][2]; // keys that this lane's rows see; results of rows of other sequences are unused
     #pragma unroll
     for (int i = 0; i < 2; i++)
         #pragma unroll
@@ -3436,7 +3437,7 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
     const uint32_t k_tiles = q_tile + QUERY_ROWS * ROW, v_tiles = k_tiles + 2 * KEYS * ROW;
     PassingPages<D> pages = {p, b.pages + (size_t)b.seq[n0] * b.max_pages, tile.kv, to, k_tiles, v_tiles};
     RowSums<D> rows;
-    __syncthreads(); // the sequence before this one is done with the tiles
+    __syncthreads(); // all have left the tiles of the sequence before this one
     pages.next_pages(from);
     pages.copy(from);
     pages.next_pages(from + KEYS);
@@ -3471,7 +3472,7 @@ template <int D> __global__ void __launch_bounds__(128, 2) attention_kernel(Atte
 }
 
 inline constexpr int BLOCKS_A_SM = 2;  // blocks of attention_kernel that share a multiprocessor
-// Keys that are worth a block of their own: writing and joining parts takes 20 us.
+// Keys that justify a block of their own: writing and joining parts takes 20 us.
 inline constexpr int LEAST_KEYS = 256;
 
 #endif // __CUDACC__
@@ -3481,7 +3482,7 @@ inline constexpr int LEAST_KEYS = 256;
 struct AttentionPart {
     float top, weights, value;
 };
-// `count` parts as one: their common maximum, then their sums in order. get(i) is part i; eight are read at a time.
+// Joins `count` parts: their common maximum, then their sums in order. get(i) is part i; eight are read at a time.
 template <class Get> __device__ __forceinline__ AttentionPart join_parts(int count, Get get) {
     AttentionPart all = {-INFINITY, 0, 0};
     for (int first = 0; first < count; first += 8) {
@@ -3515,9 +3516,9 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
     return all.value / all.weights;
 }
 
-// ---- An FP8 cache for attention of several tokens. That reads bf16: what it will read of a layer is widened first,
-// into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has
-// rows from `first` on. Bound by the memory's speed: 3 bytes a number, and 2 when attention reads it.
+// ---- An FP8 cache for attention of several tokens. That kernel reads bf16: the pages that it will read of a layer are
+// widened first, into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each
+// sequence that has rows from `first` on. Bound by memory bandwidth: 3 bytes a number, and 2 when attention reads it.
 template <int D>
 __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
                                                           Batch b, int first, int K) {
@@ -3537,7 +3538,7 @@ __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* t
                 const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
                 const auto widen = [&](bf16* to, bf16* cache) {
                     const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
-                    const bool there = page * PAGE + row < length; // what lies behind them has to be finite
+                    const bool there = page * PAGE + row < length; // the rows after them must be finite
                     const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
                     const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
                     const uint4 v = widen_e4m3(raw);
@@ -3554,19 +3555,19 @@ __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* t
 }
 
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
-// That is qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and of
-// the splits of a sequence, SPLIT keys each, every gridDim.x-th. Its warps take a split's pages in turn. Where several
-// blocks share a sequence, the last one to arrive joins their parts in order. All but the newest token's keys and
-// values are asked for before the kernel before has ended.
-// Where a warp has its page: few sequences, in registers (HeldPage), since a block that needs little shared memory
-// begins beside the kernel before; many, in a ring of two stages in shared memory (RingPage), which cp.async fills with
-// the next page while one is multiplied, and with whole lines of it, where loads into registers ask for halves.
-// Keys are operand b as they lie: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32
-// (mma_32). What it gets are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and that is operand a
-// of the second product, where nothing has to move either: of these four keys the lane has the values, eight numbers
-// from 8 g on of every 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8
-// cache has e4m3 numbers, which become bf16 in registers; their factors go to scores and weights. As these are powers
-// of two, all sums have the bits that this kernel makes of a bf16 cache of the same numbers.
+// qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and every
+// gridDim.x-th of a sequence's splits of SPLIT keys each. Its warps take a split's pages in turn. If several blocks
+// share a sequence, the last one to arrive joins their parts in order. All keys and values but the newest token's are
+// loaded before the previous kernel has ended. A warp's page is in registers (HeldPage) if there are few sequences,
+// since a block that needs little shared memory starts beside the previous kernel. For many sequences it is in a ring
+// of two stages in shared memory (RingPage): cp.async fills it with the next page while one is multiplied, and with
+// whole lines, where loads into registers request halves.
+// Keys are operand b without moves: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32
+// (mma_32). The result is the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; it is operand a of the
+// second product, again without moves: the lane has the values of these four keys, eight numbers from 8 g on of every
+// 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8 cache has e4m3 numbers,
+// which become bf16 in registers; their factors go to scores and weights. As these are powers of two, all sums have the
+// bits that this kernel gives for a bf16 cache of the same numbers.
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
 inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
@@ -3712,8 +3713,8 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
     }
 };
 
-// The part of a warp's pages so far, of head g: the largest score, the sum of the weights, and the sum of the values by
-// them: y[c][i][e] is number 64 c + 16 t + 8 i + e.
+// The part of a warp's pages so far, for head g: the largest score, the sum of the weights, and the weighted sum of the
+// values: y[c][i][e] is number 64 c + 16 t + 8 i + e.
 template <int D, bool FP8, class Page> struct DecodePart {
     float top = -INFINITY, sum = 0, y[D / 64][2][8] = {};
 
@@ -3743,7 +3744,7 @@ template <int D, bool FP8, class Page> struct DecodePart {
         }
         const float shrink = exp2_fast(top - largest);
         top = largest, sum = fmaf(sum, shrink, quad_sum(more));
-        if (__any_sync(~0u, shrink < 1)) // (seldom)
+        if (__any_sync(~0u, shrink < 1)) // (rare)
             GPU_UNROLL
             for (int e = 0; e < D / 4; e++) y[e / 16][e / 8 % 2][e % 8] *= shrink;
         const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
@@ -3831,7 +3832,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         else page.ask_for(i, (const uint8_t*)(p.keys + first), (const uint8_t*)(p.values + first), count);
         commit_copies();
     };
-    int next[STAGES]; // places of the pages that come after those on their way
+    int next[STAGES]; // places of the pages after those in flight
     GPU_UNROLL
     for (int i = 0; i < STAGES; i++) next[i] = place(i);
     GPU_UNROLL
@@ -3954,21 +3955,21 @@ void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D)
 }
 #endif
 #if COMPILED(PART_ATTEND)
-// Splits for a position in a context of so many tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys cost
-// little.
+// Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
+// cost little.
 int splits_for_graph(int position, int context) {
     int splits = 1;
     while (splits * SPLIT <= position) splits *= 2;
     return std::min(splits, (context - 1) / SPLIT + 1);
 }
 
-// Numbers of scratch that attention needs: for so many sequences of one token, or for any others.
+// Numbers of scratch that attention needs: for this number of sequences of one token, or for any others.
 size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
     return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
 }
 
 size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
-// Where the widened keys are; the values are behind them.
+// The widened keys; the values follow them.
 bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
     bf16* const widened = ctx.gpu->widened;
     const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
@@ -3995,8 +3996,8 @@ void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* 
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
 
-// ---- Scratch: of products, and of forwards with so many rows and sequences of one token, of up to `context` tokens in
-// `pages` pages. The context has a Gpu of its own from then on.
+// ---- Scratch: for products, and for forwards with this number of rows and of sequences of one token, of up to
+// `context` tokens in `pages` pages. The context has a Gpu of its own from then on.
 void plan_scratch(Context& ctx, Arena& arena) {
     ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
     ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
@@ -4013,9 +4014,9 @@ void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int sin
 #endif
 
 // ================================================================================================ 12 Sampler and graph
-// From logits to tokens: Book I's `sample`, the same draws bit for bit, since probabilities are integers and every
-// float step is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch lie in
-// the GPU's memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
+// From logits to tokens: Book I's `sample`, with the same bits, since probabilities are integers and every float step
+// is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch are in the GPU's
+// memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
 // A larger key is likelier: the logit, then the lower id.
@@ -4028,7 +4029,7 @@ __device__ inline float logit_of(unsigned long long key) {
     return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
 }
 
-// The drawn token becomes the next step's batch, is counted and kept, and goes to the host.
+// The sampled token becomes the next step's batch, is counted and stored, and goes to the host.
 __device__ __forceinline__ void publish(const DrawState& state, int row, size_t V, int answer) {
     const int pos = state.pos[row] + 1, page = pos / PAGE, seq = state.seq[row];
     state.token[row] = answer;
@@ -4103,12 +4104,12 @@ __device__ inline unsigned long long block_sum_before(unsigned long long x) {
 
 // ---- sample_kernel: Book I's `sample`, and the next step's batch
 // A block of 1024 threads owns a row of logits, a thread every 1024th id; 29 KB of shared memory. The likeliest ids go
-// to a list in shared memory, in which all is decided by comparing everyone with everyone. Which are the likeliest:
-// with top-k those from the k-th of the likeliest ids of disjoint groups on, at least k and hardly more: where the
-// groups are those of the head's blocks, they are in the few blocks whose likeliest is among them. Else as many as the
-// list holds, by bins of their exponents. If what may be drawn is more than the list holds (flat distributions without
-// top-k), the least key that is kept is found by bisection over all ids instead, a pass for each bit. Bound by what one
-// multiprocessor reads from the L2 cache: 5 us a pass over 151,936 logits.
+// to a list in shared memory, whose entries are all compared with each other. With top-k the list gets all ids from the
+// k-th on of the likeliest ids of disjoint groups: at least k and hardly more. If the groups are those of the head's
+// blocks, these ids are in the few blocks whose likeliest is among them. Without top-k it gets as many ids as it holds,
+// by bins of their exponents. If more ids are candidates than the list holds (flat distributions without top-k),
+// bisection over all ids finds the least key that is kept, a pass for each bit. Bound by the L2 cache bandwidth of one
+// multiprocessor: 5 us a pass over 151,936 logits.
 inline constexpr int DRAW_THREADS = 1024;
 inline constexpr int LIST = DRAW_THREADS; // a thread an entry
 inline constexpr int BINS = 2048;         // of 1/64 of the exponent
@@ -4122,7 +4123,7 @@ struct DrawList {
     uint32_t bins[BINS];     // how many ids each has
     int count, cut;          // entries; bins that go to the list
     int block_count;
-    int answer;              // the id that is drawn
+    int answer;              // the sampled id
 };
 
 // One row of logits and how to sample from it.
@@ -4134,7 +4135,7 @@ struct DrawRow {
     __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
     __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
     __device__ float exponent(float logit) const { return (logit - top) / how.temperature; }
-    // f(id, its logit) for this thread's ids, with eight loads on their way at once.
+    // f(id, its logit) for this thread's ids, with eight loads in flight at once.
     template <class F> __device__ __forceinline__ void each(F f) const {
         constexpr int LOADS = 8;
         for (int first = threadIdx.x; first < exist; first += LOADS * DRAW_THREADS) {
@@ -4173,8 +4174,8 @@ struct DrawRow {
     __device__ static int bin(float exponent) { return min(BINS - 1, (int)(exponent * -64)); }
 };
 
-// The largest key, to list.top, and of each group: out of the head's blocks' (`best`), if they looked for it, else out
-// of all logits. Returns the largest key that this thread saw: its block's, or of its ids.
+// The largest key, to list.top, and of each group: from the likeliest of the head's blocks (`best`), if they were
+// computed, else from all logits. Returns the largest key that this thread saw: its block's, or of its ids.
 __device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, const DrawRow& row,
                                                              const unsigned long long* best, int blocks) {
     unsigned long long mine = 0;
@@ -4193,7 +4194,7 @@ __device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, con
 
 // For top-k: the ids from list.least on to the list, in any order, their weight to `listed`. False: there are fewer
 // groups than k, or more ids than the list holds. Weights fall with keys: if the list gets fewer than k ids then no
-// other id has a weight. dealt: to the head's blocks, of which this thread's has `mine`; or to none.
+// other id has a weight. dealt: the distribution to the head's blocks, of which this thread's has `mine`; or to none.
 __device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, const RowsDealt& dealt,
                                               unsigned long long mine, unsigned long long& listed) {
     const int groups = dealt.blocks ? min(DRAW_GROUPS, dealt.blocks) : DRAW_GROUPS;
@@ -4254,7 +4255,7 @@ __device__ __forceinline__ unsigned long long count_bins(DrawList& list, const D
     return all;
 }
 
-// Their ids to the list, in any order. Returns the sum of their weights.
+// Copies their ids to the list, in any order. Returns the sum of their weights.
 __device__ __forceinline__ unsigned long long fill_list(DrawList& list, const DrawRow& row) {
     unsigned long long sum = 0;
     row.each([&](int id, float logit) {
@@ -4270,8 +4271,8 @@ __device__ __forceinline__ unsigned long long fill_list(DrawList& list, const Dr
     return sum;
 }
 
-// Draws from the list, a thread an entry: its rank and the weight of all likelier ones decide whether it is kept, the
-// weight of the kept ones with lower ids whether it is drawn. `all`: the weight of all ids, listed or not.
+// Samples from the list, a thread an entry: its rank and the weight of all likelier entries decide whether it is kept,
+// the weight of the kept entries with lower ids whether it is sampled. `all`: the weight of all ids, listed or not.
 __device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& row, unsigned long long all,
                                                uint64_t random) {
     const Sampling& how = row.how;
@@ -4294,7 +4295,7 @@ __device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& ro
     if (kept && lower <= r && r < lower + mine) list.answer = (int)~(uint32_t)key;
 }
 
-// How many ids have keys from `least` on, or (!count) their weight.
+// The number of ids with keys from `least` on, or (!count) their weight.
 __device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsigned long long least, bool count) {
     unsigned long long sum = 0;
     row.each([&](int id, float logit) {
@@ -4304,7 +4305,7 @@ __device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsig
     return block_sum(sum);
 }
 
-// The least key that top-k and then top-p keep: the largest that is enough, found bit by bit, from the highest down.
+// The least key that top-k and then top-p keep: the largest that suffices, found bit by bit, from the highest down.
 __device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, unsigned long long top) {
     unsigned long long least = 0;
     if (row.how.top_k > 0)
@@ -4320,7 +4321,7 @@ __device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, uns
     return least;
 }
 
-// Draws from all ids: those from `least` on, in order, a range of neighbours a thread.
+// Samples from all ids: those from `least` on, in order, a range of neighbours a thread.
 __device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row, uint64_t random) {
     const unsigned long long least = least_kept(row, list.top);
     const double floor_weight = (double)row.how.min_p * WEIGHT_ONE;
@@ -4348,7 +4349,7 @@ __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 sample_kernel(const float* all_logits,        // (R,V)
               size_t V, const Draw* draws,    // (R)
               const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
-              RowsDealt dealt,                // ... to which its rows were dealt; V and `rows`: multiples of 4
+              RowsDealt dealt,                // ... the distribution of its rows; V and `rows`: multiples of 4
               DrawState state) {
     __shared__ DrawList list;
     let_next_start();
@@ -4373,7 +4374,7 @@ sample_kernel(const float* all_logits,        // (R,V)
         if (within) all = listed;
         else {
             all = count_bins(list, row), listed = fill_list(list, row);
-            // Nothing that may be drawn is missing from the list: top-k or top-p cuts within it, or it has all.
+            // The list holds every candidate: top-k or top-p cuts within it, or it has all ids.
             const bool top_p_within =
                 how.top_k <= 0 && how.top_p < 1 && (double)listed >= (double)how.top_p * (double)all;
             within = list.count >= row.k() || listed == all || top_p_within;
@@ -4391,10 +4392,10 @@ void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const D
                   dealt, state);
 }
 
-// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread knows the
-// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread
-// whose id it was looks, all lanes together, for the next one among that thread's ids. So nothing is sorted, and no
-// list can overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
+// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread keeps the
+// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread that
+// held it searches, all lanes together, for the next one among that thread's ids. So no sort is needed, and no list can
+// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
 __global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
 likeliest_kernel(Likeliest* out,                        // (R)
                  const float* all_logits,               // (R,V)
@@ -4477,11 +4478,11 @@ struct LossEpilogue : Epilogue {
 };
 
 #if COMPILED(PART_LOSS)
-// ---- cross_entropy. A block of 256 threads a row; a thread owns every 256th part. Bound by latency. Of each 64 logits
-// of it `parts` has the largest, and the sum of w = e^(logit - from), which `weights` (R,V) holds, or is null; loss[r]
-// was the target's logit. The row's gradient is factor (w, less their sum at the target), so that one of its weights
-// changes. `from` is zero at first: if w of some row might leave what a float holds, all rows are asked for `again`,
-// this one's from its largest logit on.
+// ---- cross_entropy. A block of 256 threads a row; a thread owns every 256th part. Bound by latency. For each 64
+// logits of the row `parts` has the largest, and the sum of w = e^(logit - from); `weights` (R,V) holds w, or is null;
+// loss[r] is the target's logit on entry. The row's gradient is factor (w, less their sum at the target), so that only
+// one of its weights changes. `from` is zero at first: if w of some row might leave the range of a float, all rows are
+// computed `again`, this one from its largest logit on.
 __global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
                                                             int* again, const float2* parts, int pieces,
                                                             const int* target, float scale, const float* by, int V,
@@ -4537,8 +4538,8 @@ void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, in
     launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
 }
 
-// Always in tiles of 128: their epilogue makes the softmax's parts. Logits do not leave the chip; their weights in the
-// softmax do, if their gradients are wanted: in these' place, as bf16 (R,V), which is all there is of `logits`.
+// Always in tiles of 128: their epilogue computes the softmax's parts. Logits do not leave the chip; their weights in
+// the softmax do, if their gradients are requested: in `logits`, as bf16 (R,V), its only contents.
 void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
                           float* parts, const bf16* x, const int* rows, const int* target, float scale,
                           const float* by, const Linear<bf16>& W, int R) {
@@ -4712,7 +4713,8 @@ void lora_up_backward(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf
 }
 #endif
 
-// dx = dy W and the adapter's part, whose dh and A are further columns of dy and W; the epilogue drops, or does not.
+// dx = dy W and the adapter's part, whose dh and A are further columns of dy and W; the epilogue applies dropout, if
+// any.
 template <class Drop, class Store>
 void input_product(Context& ctx, bf16* dh, const bf16* dy, const Linear<bf16>& W, const LoraArgs& lora, Drop drop,
                    Store store) {
@@ -4745,11 +4747,11 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
 #endif
 
 #if COMPILED(PART_LORA)
-// ---- lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the
-// tokens), 8 warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time
-// pass through a ring in shared memory: x, dh, and what was kept. A warp masks its x in registers, once for each
-// module. lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile
-// would take longer, alone). Bound by the memory's speed.
+// ---- lora_backward_weight: dA_j += dh_j^T drop_j(x). Grid: (columns / 128, groups / GROUPS, splits of the tokens), 8
+// warps. A block owns 32 GROUPS rows of the A by 128 columns, a warp 16 of the columns; 64 tokens at a time pass
+// through a ring in shared memory: x, dh, and the masks. A warp masks its x in registers, once for each module.
+// lora_weight_sums_kernel adds the splits' sums in order, on all multiprocessors (the last block of a tile alone would
+// take longer). Bound by memory bandwidth.
 template <int GROUPS> struct LoraWeightShape {
     static constexpr int STAGES = 3, X_BYTES = 64 * 256;       // rows of 256 bytes, swizzled
     static constexpr int H_ROW = GROUPS * 64 + 16;             // eight rows of dh begin in different banks
@@ -4898,7 +4900,7 @@ void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf1
 }
 #endif
 
-// ---- linear_backward_swiglu: a sum is dhidden's; `second` is what gate_up has there, as bits.
+// ---- linear_backward_swiglu: a sum is dhidden's; `second` is gate_up's number at its place, as bits.
 template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
     static constexpr bool ADDS = true, MASKS = DROPS;
     bf16 *dgate_up, *hidden; // (N,2F); (N,F), or null
@@ -4943,9 +4945,9 @@ void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16
 #endif
 
 // ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
-// trained (FlashAttention-2's backward pass without its atomics)
-// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq
-// of some queries is summed over all keys. So a number has one block that sums it, in one order; seven products of
+// The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
+// some queries is summed over all keys. So one block sums each number, in one order, at the cost of seven products of
+// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
 // tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
 //     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
 // The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
@@ -5012,11 +5014,11 @@ __device__ __forceinline__ void probabilities(float (&s)[I][J][4], float scale, 
 
 // ---- dk and dv. A block owns 64 keys of a KV head, a warp 16 of them, with the sums of dk and dv in registers; all
 // query rows that see one of the keys pass by, 64 at a time, of all G heads. Scores are computed as keys times queries,
-// so that they lie as the weights of the two sums want them.
+// which is the layout that the two sums need.
 
-// One past the last token that sees one of the tokens before m1, or a spare row: each of THREADS asks one token, evenly
-// spaced between what is known to see one and what is known not to, until no gap is left. count(x): how many of them
-// say so, for all of them.
+// One past the last token that sees one of the tokens before m1, or a spare row: each of THREADS threads tests one
+// token, evenly spaced between a token known to see one and a token known not to, until no gap is left. count(x): the
+// number of threads with x true, for all of them.
 template <int THREADS, class F>
 __device__ __forceinline__ int end_of_queries(const Batch& b, int m0, int m1, F count) {
     int end = m0, past = b.N;
@@ -5062,7 +5064,7 @@ template <int D> struct PassingQueries {
     }
 };
 
-// The keys and values of tokens m0 .., of which those from `end` on are zeros, to tiles.
+// Copies the keys and values of tokens m0 .., those from `end` on as zeros, to tiles.
 template <int D>
 __device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, int end, int kv, uint32_t k_tile,
                                           uint32_t v_tile) {
@@ -5124,7 +5126,8 @@ __device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, fl
     }
 }
 
-// Stores the gradients of this warp's keys and values from `first` on. Spare rows met no query: theirs are zeros.
+// Stores the gradients of this warp's keys and values from `first` on. No query sees spare rows: their gradients are
+// zeros.
 template <int D>
 __device__ __forceinline__ void store_key_value_gradients(const AttentionBackward& p, float (&dk)[1][D / 8][4],
                                                           const float (&dv)[1][D / 8][4], int first, int m1, int kv,
@@ -5185,7 +5188,7 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
 // ---- dq. A block owns 128 query rows of a KV head, a warp 32 of them, with the sums of dq in registers; the keys they
 // see pass by, 32 at a time.
 
-// Rows row0 .., of which those from `rows` on are zeros: q and dout to tiles; lse, delta and position, a thread a row.
+// Copies rows row0 .., those from `rows` on as zeros: q and dout to tiles; lse, delta and position, a thread a row.
 template <int D>
 __device__ __forceinline__ void load_query_rows(const AttentionBackward& p, const HeadQueries& heads, int row0,
                                                 int rows, uint32_t q_tile, uint32_t dout_tile, float* lse,
@@ -5262,7 +5265,7 @@ __device__ __forceinline__ void query_gradients(const AttentionBackward& p, int 
     const HeadQueries heads(p, kv);
     const int row0 = tile * GRADIENT_ROWS, n0 = heads.token(row0);
     const int n1 = heads.token(min(row0 + GRADIENT_ROWS, b.N * heads.G) - 1), n = n0 + threadIdx.x;
-    const int end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * heads.G; // what follows is spare
+    const int end = n0 + __syncthreads_count(n <= n1 && b.seq[n] >= 0), rows = end * heads.G; // later rows are spare
     load_query_rows<D>(p, heads, row0, rows, q_tile, dout_tile, lse, delta, pos);
     // This warp's tokens, and where the sequences of the first and of the last of them begin.
     const int own = threadIdx.x / 32 * 32, first_row = row0 + own;
@@ -5446,7 +5449,7 @@ void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float*
 }
 #endif
 #if COMPILED(PART_BACKWARD_ATTENTION)
-// The weights' gradients are sums over what attention_backward leaves: with them, one op after the other.
+// The weights' gradients are sums over the output of attention_backward: with them, one op after the other.
 void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout,
                                 const bf16* q, const bf16* keys, const bf16* values, const bf16* out, const float* lse,
                                 const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope,
