@@ -2,10 +2,10 @@
 // qwen3.cu; one token against a long context; the gradients.   (lab/lab.h says how to run it)
 //
 // out = softmax(q k^T / sqrt(D)) v for each head, where token n sees keys 0 .. n. q and out are (T,H,D), k and v
-// (T,K,D), bf16, D = 128; G = H / K query heads share a KV head. --size TxHxK. lse, the logarithm of a row's sum of
-// exponentials, is what the gradients need of it.
+// (T,K,D), bf16, D = 128; G = H / K query heads share a KV head. --size TxHxK. The gradients need lse, the logarithm of
+// a row's sum of exponentials.
 //
-// What bounds it? Two products of T x T x D a head. Half of the square is masked, so there are 2 T T D H flops, and
+// Its bound: two products of T x T x D a head. Half of the square is masked, so there are 2 T T D H flops, and
 // 2 (2 H + 2 K) T D bytes. At 4,096 tokens, 16 heads and 8 KV heads that is 69 GFLOP and 50 MB: 1,366 flops a byte,
 // for the tensor cores. But T x T scores are 268 million numbers for the 16 heads: each more than once to memory and
 // back, and memory is all there is. So the scores must stay where they are made. "Predicted" is arithmetic for an H100
@@ -25,7 +25,8 @@ constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 constexpr float SCALE = 0.0883883476f * LOG2E; // 1 / sqrt(D), for powers of two instead of e
 
 #ifdef LAB_QWEN3
-// What the program's kernels want: keys and values in pages of 16 tokens, here in order, and a batch of one sequence.
+// The layout of the program's kernels: keys and values in pages of 16 tokens, here in order, and a batch of one
+// sequence.
 struct Paged {
     Array<bf16> k, v;
     Array<int> pos, seq, slot, table;
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(256) tiles(Args p) {
     float most[4], sum[4] = {}, mixed[4][4] = {};
     for (float& x : most) x = -1e30f;
     for (int m0 = 0; m0 < end; m0 += ROWS) {
-        __syncthreads(); // nobody reads the tiles before any more
+        __syncthreads(); // all have finished reading the tiles before
         for (int i = t; i < ROWS * D / 2; i += 256) {
             const size_t at = ((size_t)(m0 + i / 64) * p.K + kv) * D;
             fill_tile(k, i / 64, i % 64, m0 + i / 64 < end ? p.k + at : nullptr);
@@ -503,7 +504,7 @@ __global__ void __launch_bounds__(128, 2) tensor(Args p) {
     bf16 *const k = q + TILE * D, *const v = k + 2 * TILE * D;
     const int kv = blockIdx.y, r0 = (gridDim.x - 1 - blockIdx.x) * TILE, own = threadIdx.x / 32 * 16, rows = p.rows();
     const int end = p.token(min(r0 + TILE, rows) - 1) + 1, first = p.token(r0);
-    const auto copy = [&](int m0) { // (past the end: zeros that nobody uses)
+    const auto copy = [&](int m0) { // (past the end: zeros, unused)
         const int stage = m0 / TILE % 2 * TILE * D;
         const auto at = [&](const bf16* from, int m) { return m < end ? from + ((size_t)m * p.K + kv) * D : nullptr; };
         copy_tile(k + stage, [&](int r) { return at(p.k, m0 + r); });
@@ -515,7 +516,7 @@ __global__ void __launch_bounds__(128, 2) tensor(Args p) {
     float most[2] = {-1e30f, -1e30f}, sum[2] = {}, shrink[2], mixed[16][4] = {};
     for (int m0 = 0; m0 < end; m0 += TILE) {
         copies_wait<0>();
-        __syncthreads(); // everybody's have come, and nobody reads the stage before any more
+        __syncthreads(); // all copies have come, and all have finished reading the stage before
         copy(m0 + TILE);
         const int stage = m0 / TILE % 2 * TILE * D;
         float s[8][4] = {};

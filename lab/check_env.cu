@@ -1,6 +1,5 @@
-// check_env.cu: what `make check-env` says of a machine that one has just rented: driver, toolkit, compiler, GPU,
-// clock, bandwidth and multiply rate beside the card's data sheet, and what each gap usually means. Ends with 1 if
-// there is one.
+// check_env.cu: `make check-env` on a machine just rented: driver, toolkit, compiler, GPU, clock, bandwidth and
+// multiply rate beside the card's data sheet, and the usual cause of each gap. Ends with 1 if there is a gap.
 #include <cstdio>
 #ifndef __CUDACC__
 int main() {
@@ -95,8 +94,8 @@ int main() {
     const Card* card = nullptr;
     for (const Card& k : CARDS)
         if (!card && std::string(gpu.name).find(k.name) != std::string::npos) card = &k;
-    // What a plain kernel reaches of the data sheet where nothing is wrong. (mma.sync has on Hopper about two thirds of
-    // wgmma's rate, which is what the data sheet gives.)
+    // The share of the data sheet that a plain kernel usually reaches. (On Hopper mma.sync reaches about two thirds of
+    // wgmma's rate, which the data sheet gives.)
     const auto row = [&](const char* name, double got, double sheet, const char* unit, double usual,
                          const char* meaning) {
         if (!card) return (void)printf("%-9s %.1f %s\n", name, got, unit);

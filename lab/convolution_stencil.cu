@@ -211,7 +211,7 @@ __global__ void stencil_slide(const float* in, float* out, int N, int depth, flo
         if (inside)
             out[z * plane + at] = c0 * here + c1 * (s[ty + 1][tx] + s[ty + 1][tx + 2] + s[ty][tx + 1] +
                                                     s[ty + 2][tx + 1] + below + above);
-        __syncthreads();                                   // nobody reads this plane any more
+        __syncthreads();                                   // all have finished reading this plane
         below = here, here = above;
     }
 }

@@ -1,4 +1,4 @@
-// decode.cu: what decoding one token does most of the time: y = W x, one product after the other, each with the result
+// decode.cu: most of the time of decoding one token: y = W x, one product after the other, each with the result
 // of the one before. Weights are read once and used once, so the only ceiling is the read bandwidth.
 // (lab/lab.h says how to run it)
 //
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(256) ring(const bf16* W, const bf16* x, bf16* 
 // ---- 10 one kernel for all products (Hopper). What is lost now is lost between
 // kernels: rings run dry and fill again. So one kernel stays for all products, and its rings do not stop at the end of
 // one: the next one's weights come while its x is not there yet. Blocks tell each other their numbers by words of eight
-// bytes, two numbers of y and the product they are of: who reads a word knows whether it is there, and no fence or
+// bytes, two numbers of y and the product they are of: the word itself shows whether it has come, and no fence or
 // counter is needed. A warp owns two neighbouring rows, a word; every block collects all words. All blocks must run at
 // once, so there are no more than multiprocessors, and the launch says so (cooperative). Predicted: 1.2 to 1.5 us an
 // exchange, of which 2.8 us of weights hide most while the ring is deep enough: 80 to 85%.
@@ -341,7 +341,7 @@ one_kernel(const bf16* W, const bf16* x, bf16* y, uint64_t* words, int L, int C)
             UNROLL for (int w = 0; w < WORDS; w++) // (NaN: the step fails, no GPU hangs)
                 if (const int p = first + w * 256; p < C / 2) own[p] = there ? (uint32_t)word[w] : 0xffffffff;
         }
-        __syncthreads(); // (who is a product ahead writes to the other half)
+        __syncthreads(); // (a block that is a product ahead writes to the other half)
         for (int pair = 0; pair < pairs; pair++) {
             float sum[2] = {};
             for (int n = 0; n < ring.in_row; n++, i += 2) {

@@ -71,7 +71,7 @@ struct Jobs : Problem {
 struct Direct : Jobs { // kernels are launched as the step does it
     explicit Direct(Shape s) : Jobs(s.x, s.y) {
         captured = false;
-#ifdef KERNELS_LAUNCH // (the 2,048 that may wait if nobody says more are too few for bigger sizes)
+#ifdef KERNELS_LAUNCH // (the default of 2,048 pending launches is too few for bigger sizes)
         GPU_CHECK(cudaDeviceSetLimit(cudaLimitDevRuntimePendingLaunchCount, (size_t)jobs + 2048));
 #endif
     }

@@ -52,7 +52,7 @@ $(EXERCISES:%=time-%): time-%: $(MINE)/%.cu
 	$(Q)$(NVCC) $(NVCCFLAGS) $(LAB_HAVE) $(if $(filter dynamic,$(E_LAB)),-rdc=true) $< -o $(E)/$*.timed \
 	  -Xlinker --as-needed $(LAB_LIBS:%=-l%)
 	@$(E)/$*.timed $(E_STEP) $(SIZE:%=--size %)
-# For who changes a laboratory.
+# To change a laboratory.
 $(E)/skeletons/%.cu: lab/exercise.awk $(wildcard lab/*.cu)
 	@mkdir -p $(@D) && awk -v name=$* -f lab/exercise.awk lab/$(E_LAB).cu > $@.tmp && mv $@.tmp $@
 $(EXERCISES:%=$(E)/skeletons/%): $(E)/skeletons/%: $(E)/skeletons/%.cu $(E_NEEDS)

@@ -163,7 +163,7 @@ template <class T> double largest_difference(const std::vector<T>& got, const st
 struct Shape { int x, y, z; }; // of --size; what they mean is the problem's
 enum Ceiling { READ, COPY, FMA, TENSOR }; // what a step is measured against
 
-// What steps compute: inputs and output on the device, made by a constructor from a Shape.
+// The data of the steps: inputs and output on the device, made by a constructor from a Shape.
 struct Problem {
     double bytes = 0, flops = 0;    // that the task needs at least, whatever a step does
     double tolerance = 0;           // of error()

@@ -4,7 +4,7 @@
 // multiply bf16 on the tensor cores: C = A B^T with B (N,K), as the weights of a model lie (y = W x: A holds tokens, B
 // is W). So `in`, which both are summed over, lies along the rows of both, and both are read the same way.
 //
-// What bounds a product? 2 M N K flops and, if each number is moved once, 4 (M K + K N + M N) bytes. At 4,096 that is
+// The bound of a product: 2 M N K flops and, if each number is moved once, 4 (M K + K N + M N) bytes. At 4,096 that is
 // 137 GFLOP and 201 MB: 683 flops a byte, where an H100 has about 20 of float32 and 300 of bf16 for each byte it can
 // read. Only a kernel that uses each number it reads many times comes near the multiply rate. Each step until 8 is a
 // way to read less: from memory, from the caches, then from shared memory.
@@ -136,7 +136,7 @@ __global__ void tiles(const float* A, const float* B, float* C, int M, int N, in
         a[y][x] = at(A, i, k0 + x, M, K), b[y][x] = at(B, k0 + y, j, K, N);
         __syncthreads();
         for (int k = 0; k < 32; k++) sum += a[y][k] * b[k][x];
-        __syncthreads(); // nobody reads this tile any more
+        __syncthreads(); // all have finished reading this tile
         // end of exercise
     }
     if (i < M && j < N) C[(size_t)i * N + j] = sum;
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(256, 2) stages(const float* A, const float* B,
         copy_stage(shared + s * FLOAT_STAGE, A, B, i0, j0, s * DEEP, M, N, K);
     for (int k0 = 0, s = 0; k0 < K; k0 += DEEP, s++) {
         copies_wait<FLOAT_STAGES - 2>(); // this thread's part of stage s has come
-        __syncthreads();                 // everybody's has, and nobody reads the stage before any more
+        __syncthreads();                 // all copies have come, and all have finished reading the stage before
         const int ahead = s + FLOAT_STAGES - 1;
         copy_stage(shared + ahead % FLOAT_STAGES * FLOAT_STAGE, A, B, i0, j0, ahead * DEEP, M, N, K);
         const float *a = shared + s % FLOAT_STAGES * FLOAT_STAGE, *b = a + TILE * DEEP;

@@ -77,7 +77,7 @@ __device__ inline uint64_t get_word(const uint64_t* from) {
 }
 
 // ---- mbarriers and the Tensor Memory Accelerator: Hopper
-// A phase of an mbarrier ends when `arrivals` have arrived and all bytes expected in it have come. Who waits names the
+// A phase of an mbarrier ends when `arrivals` have arrived and all bytes expected in it have come. A wait names the
 // parity of the phase that is to end: 0 for the first, 1 for the second. Before the first has ended, 1 is past.
 __device__ inline void barrier_init([[maybe_unused]] uint64_t* b, [[maybe_unused]] int arrivals) {
     HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
@@ -207,7 +207,7 @@ template <int LAST> __device__ inline void wgmma_wait() { // until all groups bu
 template <int N> __device__ inline void settle(float (&c)[N]) { // the compiler moves no use of c across this
     UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i])::"memory");
 }
-// What threads wrote to shared memory (cp.async, too), wgmma and TMA may read after the block's next barrier.
+// Makes shared memory that threads wrote (also by cp.async) visible to wgmma and TMA after the block's next barrier.
 __device__ inline void shared_to_async() { HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Registers move between the warpgroups of a block: all four warps say it; a multiple of 8 a thread.
 template <int REGISTERS> __device__ inline void keep_registers() {

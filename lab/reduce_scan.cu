@@ -106,7 +106,7 @@ __device__ inline float block_sum(float x) { // in every thread
     // The warps meet in parts[]. A call may follow another: who still reads parts[]?
     // instead: return x;
     x = warp_sum(x);
-    __syncthreads(); // (nobody still reads what a call before left)
+    __syncthreads(); // (all have finished reading the previous call's sums)
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
     __syncthreads();
     return warp_sum(threadIdx.x % 32 < THREADS / 32 ? parts[threadIdx.x % 32] : 0);
@@ -315,7 +315,7 @@ __device__ inline void store_tile(const int (&x)[EACH], int* out, int first, int
     for (int i = threadIdx.x; i < TILE; i += THREADS)
         if (first + i < n) out[first + i] = shared[padded(i)];
 }
-// What the threads before this one have, and what the block has. Lanes scan in five steps, then the warps' sums are
+// The sum over the threads before this one, and over the block. Lanes scan in five steps, then the warps' sums are
 // added.
 __device__ inline int scan_block(int mine, int& all) {
     __shared__ int warps[THREADS / 32];

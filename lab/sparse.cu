@@ -1,4 +1,4 @@
-// sparse.cu: y = A x, where most of A is zero: formats (COO, CSR, ELL) and who takes which entries (a thread, a warp, a
+// sparse.cu: y = A x, where most of A is zero: formats (COO, CSR, ELL), and the owners of entries (a thread, a warp, a
 // part of a warp a row; equal shares of a merged path). Two matrices, one with rows of equal length and one without: a
 // step that wins on the one may lose on the other.   (lab/lab.h says how to run it)
 //

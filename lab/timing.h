@@ -1,7 +1,7 @@
-// timing.h: what a GPU takes for some work, and what it can do at best. lab/ and tests/bench/bench_gpu.cu share it.
+// timing.h: the time of a GPU's work, and the GPU's ceilings. lab/ and tests/bench/bench_gpu.cu share it.
 //
-// Work is timed as replays of a CUDA graph: a launch then costs about what it costs in a program that uses graphs, not
-// what the host takes to ask for it. Nobody clears the L2 cache: whoever wants it cold takes arrays that do not fit.
+// Work is timed as replays of a CUDA graph: a launch then costs about what it costs in a program that uses graphs,
+// without the host's overhead. The L2 cache is not cleared: to measure it cold, use arrays that do not fit.
 #pragma once
 #include <algorithm>
 #include <cstdint>

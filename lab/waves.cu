@@ -1,4 +1,4 @@
-// waves.cu: what a kernel pays beside its work: the last wave of blocks, too few loads on the way, launches, arrays
+// waves.cu: the costs of a kernel beside its work: the last wave of blocks, too few loads in flight, launches, arrays
 // that are written only to be read again. Each group of steps does the same work in several ways, so that the
 // difference is the price. (lab/lab.h says how to run it)
 //
@@ -20,7 +20,7 @@ inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return __floats2bfloat16
 #endif
 
 // ---- Waves. Tiles of equal work, of which a multiprocessor takes one at a time: each block asks for more than half of
-// its shared memory. A tile is THREADS sums of `terms` terms that nobody can guess: small whole numbers, so that
+// its shared memory. A tile is THREADS sums of `terms` unpredictable terms: small whole numbers, so that
 // float32 adds them up exactly in any order.
 constexpr int THREADS = 128;
 struct Tiles : Problem {
@@ -198,7 +198,7 @@ inline void one_stream(Pieces& p) {
     const int each = p.tiles / PIECES;
     for (int i = 0; i < PIECES; i++) launch(piece, each, THREADS, p.shared, p.out, p.terms, i * each);
 }
-// ---- 13 eight streams. Bound before: an order that nobody asked for. A stream for each kernel; all begin after an
+// ---- 13 eight streams. Bound before: an unnecessary order. A stream for each kernel; all begin after an
 // event of the first stream, which waits for an event of each (in a graph: eight nodes side by side). Predicted: step
 // 1's time.
 inline void eight_streams(Pieces& p) {
