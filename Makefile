@@ -73,8 +73,8 @@ BUILD      = build
 B          = $(BUILD)/$(MODE)
 
 # ---- Sources and objects. A room is one object: parsing its headers once instead of in each source halves the CPU
-# seconds. What runs for each token, word or weight is one more, optimised. Sources with a library or an instruction set
-# of their own, and nvcc's, are objects by themselves.
+# seconds. Code that runs for each token, word or weight is one more, optimised. Sources with a library or an
+# instruction set of their own, and nvcc's, are separate objects.
 ROOMS      = base model form search book train cli $(if $(MHD),server server/engine server/api server/http)
 ROOM_FILES = $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA),,$(wildcard $(1)/*.cu)))
 HOT        = $(filter $(ROOMS:%=%/%),model/tokenizer.cpp model/lookup.cpp model/quantized.cpp model/quantize_matrix.cpp \
@@ -158,7 +158,7 @@ $(B)/%.o: %.cu $(PCH)
 # The study text: its ops, and on a GPU its kernels.
 $(B)/text.o: qwen3.cu $(PCH)
 	$(call CU_OBJECT,-DQWEN3_LIBRARY)
-# Programs are plain C++: what of them is a GPU's lies in the objects.
+# Programs are plain C++: their GPU code is in the objects.
 $(B)/main/%.o: %.cu $(PCH)
 	$(CPP_OBJECT)
 $(B)/main/%.o: %.cpp $(PCH)

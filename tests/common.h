@@ -1,4 +1,4 @@
-// What the suites share: random inputs, poisoned outputs, a paged cache with scattered pages.
+// Shared by the suites: random inputs, poisoned outputs, a paged cache with scattered pages.
 #pragma once
 #include "cpu/instruction_set.h"
 #include "qwen3.cu"
@@ -16,7 +16,7 @@ inline Context& cpu() {
     return ctx;
 }
 
-// Outputs begin as NaN, so that a number nobody wrote is seen.
+// Outputs begin as NaN, so that a number that is never written shows.
 template <class T> std::vector<T> poisoned(size_t n) {
     std::vector<T> v(n);
     memset((void*)v.data(), 0xff, n * sizeof(T));
@@ -35,11 +35,11 @@ template <class T> std::vector<double> magnitudes(const std::vector<T>& v) {
     return d;
 }
 
-// What one rounding to T can change x by: half a unit of its last place.
+// The largest change of x by one rounding to T: half a unit of its last place.
 template <class T> double rounding(double x) {
     return std::fabs(x) * (std::is_same_v<T, bf16> ? 1. / 256 : std::is_same_v<T, float> ? 1. / (1 << 24) : 1e-15);
 }
-// What a sum in acc<T> may be off by when its terms' magnitudes add up to `size`.
+// The error bound of a sum in acc<T> whose terms' magnitudes add up to `size`.
 template <class T> double sum_error(double size) { return size * (std::is_same_v<acc<T>, float> ? 1e-6 : 1e-14); }
 
 // Counts the numbers of `got` that are not within `tolerance(i)` of `want`; a NaN is not.
@@ -105,8 +105,8 @@ struct WideLinear : Linear<double> {
     }
 };
 
-// Of the products of W with rows of x: whether `count` rows from `first` on, computed by themselves, have the bits that
-// they have among all N.
+// Products of W with rows of x: whether `count` rows from `first` on, computed by themselves, have the bits that they
+// have among all N.
 template <class T> auto same_in_any_batch(const Linear<T>& W, const std::vector<T>& x, int N) {
     auto product = [&W, &x](int first, int count) {
         const std::vector<acc<T>> zero((size_t)count * W.out());

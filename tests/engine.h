@@ -1,4 +1,4 @@
-// An engine on the random model in fixtures/tiny, jobs for it, and what must come of them.
+// An engine on the random model in fixtures/tiny, jobs for it, and their expected results.
 #pragma once
 #include "base/error.h"
 #include "model/cpu.h"
@@ -50,7 +50,7 @@ struct Random {
     double uniform() { return bits() / 4294967296.; }
 };
 
-// A job of random kind, and what must come of it.
+// A job of random kind, and its expected result.
 Job random_job(Random& random, int context) {
     const Tokenizer& t = tiny().tokenizer;
     Job job;
@@ -70,7 +70,7 @@ Job random_job(Random& random, int context) {
     return job;
 }
 
-// What is told of a row of the tiny model's logits, of an id that was drawn and `alternatives` others.
+// The log-probabilities reported for a row of the tiny model's logits: of a sampled id and `alternatives` others.
 inline TokenInfo told_of(const float* logits, int id, int alternatives) {
     Likeliest row;
     likeliest_cpu(where, row, logits, tiny().tokenizer.size(), alternatives);

@@ -13,7 +13,7 @@ MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,"test
 OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
 SHARED     = serve train model others
 TESTOPT    = -O0
-# (Without the checks for null, for the size of objects and for pointers that wrap: ASan sees what they lead to, and they
+# (Without the checks for null, for the size of objects and for pointers that wrap: ASan sees their effects, and they
 # are two fifths of the compile time.)
 UNDEFINED  = undefined -fno-sanitize=null$(comma)object-size$(comma)vptr$(comma)pointer-overflow -fno-sanitize-recover=all
 COVERED    = $(if $(findstring clang,$(CXX)),-fsanitize=fuzzer-no-link)
@@ -28,7 +28,7 @@ TESTSAN    = $(filter-out $(COVERED),$(SAN))
 T          = $(B)/tests
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
 # test_export is about Python, test_tiny about one known file, test_library about linking, the others about scripts:
-# nothing that sanitizers could see.
+# sanitizers could find nothing.
 UNSEEN     = test_course test_exercises test_export test_get test_library test_report test_teach test_tiny
 SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),$(UNSEEN)),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
@@ -50,7 +50,7 @@ $(T)/main.o: tests/main.cpp $(B)/command
 $(T)/%.o: tests/unit/%.cpp $(TEST_PCH)
 	@echo "$(notdir $(CXX))  $<"
 	$(Q)$(TEST) -c $< -o $@
-# Several suites as one: what they include first, then each in a namespace.
+# Several suites as one: their includes first, then each in a namespace.
 SHARE_serve  = $(SERVING)
 SHARE_train  = $(TRAINING)
 SHARE_model  = $(MODEL)
@@ -120,9 +120,9 @@ aarch64:
 	  $(BUILD)/$(ARM)-portable/tests/suites_model
 	@RUNNER=qemu-aarch64-static JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/tests/suites_model:%)
 
-# ---- Fuzzers: clang's libFuzzer, first inputs in tests/fixtures/fuzz/NAME. The same draws each time, so that CI judges a
-# change by itself; a search for more is `make fuzz SEED=0 SECONDS_EACH=600`. They are one program, of which each is a name
-# (tests/fuzz/one_of.h), over the objects that `make asan CXX=clang++` compiled.
+# ---- Fuzzers: clang's libFuzzer, first inputs in tests/fixtures/fuzz/NAME. The same seed each time, so that CI judges
+# a change by itself; a longer search is `make fuzz SEED=0 SECONDS_EACH=600`. They are one program, in which each has a
+# name (tests/fuzz/one_of.h), over the objects that `make asan CXX=clang++` compiled.
 FUZZERS   = $(notdir $(basename $(wildcard tests/fuzz/fuzz_*.cpp)))
 SECONDS_EACH ?= 20
 SEED      ?= 1
@@ -149,13 +149,13 @@ run-%: $(T)/fuzz/%
 fuzz:
 	@$(MAKE) SANITIZE=asan CXX=$(CLANG) NVCC=none -j$(JOBS) $(FUZZERS:%=run-%)
 
-# Everything at once that may happen to a server (tests/bench/campaign.cpp).
+# Mixed load and faults against a server (tests/bench/campaign.cpp).
 campaign: serve $(B)/bench/campaign
 	$(B)/bench/campaign --seconds $(SECONDS_EACH)
 
-# ---- All CUDA code, without linking: what CI can do without a GPU. One file has every kernel, each once, and is compiled
-# for four architectures, as the laboratories are; what calls the same kernels as far as PTX, for one; the code in the
-# course's notes, and what measures it, for one.
+# ---- All CUDA code, without linking, for CI without a GPU. One file has every kernel, each once, and is compiled for
+# four architectures, as the laboratories are; callers of the same kernels are compiled to PTX only, for one; the code
+# in the course's notes, and its measurements, for one.
 CHECKED    = 80 89 90a 120
 EVERY      = tests/gpu/every.cu
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
@@ -163,7 +163,7 @@ LAB_FILES  = $(LABS:%=%.cu)
 CALLERS    = $(filter-out tests/gpu/test_gpu_backward.cpp $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
 # sm_90a is compiled as it runs; the rest without optimising where nvcc can (13), in less than half the time; sm_89 from
-# the PTX of sm_80, since no code of ours tells them apart.
+# the PTX of sm_80, since none of our code distinguishes them.
 $(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
 $(EVERY:%=quick/%): CODE = $(patsubst %,sm_%,$(filter-out 90a,$(CHECKED)))
 QUICK      = $(if $(shell $(NVCC) --help 2>/dev/null | grep -e --Ofast-compile),-Ofc=max)

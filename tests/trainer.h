@@ -1,4 +1,4 @@
-// What the trainer's suites share: names of programs, and gradients beside others'.
+// Shared by the trainer's suites: names of programs, and gradients beside others'.
 #pragma once
 #include "tests/process.h"
 #include "train/trainer.h"

@@ -1,4 +1,4 @@
-// What the kernels reach, beside what the card can do and, for products, beside cuBLAS (a yardstick here; no other
+// The speed of the kernels, beside the card's ceilings and, for products, beside cuBLAS (a yardstick here; no other
 // program of ours uses it). Everything is timed as replays of a CUDA graph, over weights that do not fit the L2 cache.
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward]
 //                               [batch] [sequences] [train]       (default: all)
@@ -216,7 +216,7 @@ static void products(bool quick) {
         printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
     }
 }
-// Every tile shape and number of splits, for those who set the rules of tile_product and hopper_product.
+// Every tile shape and number of splits, to set the rules of tile_product and hopper_product.
 static void sweep() {
     for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
         for (const ProductShape& y : {ProductShape{"qkv", 4096, 1024}, ProductShape{"o", 1024, 2048}, ProductShape{"gate+up", 6144, 1024}, ProductShape{"down", 1024, 3072}, ProductShape{"8B down", 4096, 12288}}) {
@@ -367,7 +367,7 @@ static void batch(Model& m) {
                fp8 ? "FP8 cache" : "bf16", t * 1e3, B / t, bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, held / attend / c.L / 1e9);
     }
 }
-// Steps of several sequences: what a server of a large model does. Without the draws.
+// Steps of several sequences, as in a server of a large model. Without the sampling.
 static void sequences(Model& m) {
     const Config& c = m.file.config;
     const int position = 512;

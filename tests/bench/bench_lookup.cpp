@@ -1,4 +1,4 @@
-// Prompt lookup: what it gains on texts that repeat, and what it costs on one that does not.
+// Prompt lookup: its gain on texts that repeat, and its cost on one that does not.
 //   make build/bench_lookup
 //   build/bench_lookup MODEL [ROUNDS [N]]       from the repository's root; the tokenizer lies beside MODEL, or here
 // The model reads a prompt and then "says" a known answer: after each draw the answer's next token is taken instead of

@@ -35,7 +35,7 @@ struct Random : std::mt19937_64 {
     int below(int n) { return (int)((*this)() % (uint64_t)n); }
 };
 
-// What was found wrong; the first ones are told.
+// Faults found; the first ones are printed.
 static std::atomic<int> faults{0};
 static std::mutex telling;
 static void fault(const std::string& what) {
@@ -89,7 +89,7 @@ struct Served {
     }
 };
 
-// What a server holds when it is at rest.
+// The resources of an idle server.
 struct Rest {
     double megabytes;
     size_t descriptors, threads;
@@ -320,7 +320,7 @@ struct Campaign {
             if (!gone.empty() && ask("DELETE", "/v1/files/" + gone).find("true") == std::string::npos) fault("a file was not deleted");
     }
 
-    // What this server does not do.
+    // Requests that this server does not support.
     void not_done(Random& random) {
         static const char* paths[] = {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank"};
         Http http(server.port);
@@ -346,7 +346,7 @@ struct Campaign {
         if (has_answered(r) && r.status != 200 && r.status != 400) fault(format("malformed JSON: status %d", r.status));
     }
 
-    // What servers have got wrong. `good`: whether it may be answered with success.
+    // Requests that servers have got wrong. `good`: whether success is an allowed answer.
     void malformed_http(Random& random) {
         struct Case { std::string bytes; bool good; };
         const std::string host = "Host: localhost\r\n", post = "POST /tokenize HTTP/1.1\r\n" + host + "Content-Type: application/json\r\n", body = "{\"prompt\": \"a\"}";

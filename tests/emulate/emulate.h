@@ -10,8 +10,8 @@
 // extern __shared__ T s[] as a pointer to dynamic_shared; the few calls of the runtime below work on the one memory.
 //
 // A thread of a block is a coroutine that runs until it waits: at __syncthreads(), or at a warp's function until the
-// lanes of its mask have come. Blocks run one after the other. `stuck` says that threads waited for what never came.
-// What it has not: clusters, barriers between blocks, streams, textures, half precision, tensor cores, time. It finds
+// lanes of its mask have come. Blocks run one after the other. `stuck`: threads waited for an event that never came.
+// Not emulated: clusters, barriers between blocks, streams, textures, half precision, tensor cores, time. It finds
 // wrong results, not all races: only these two orders are tried.
 #pragma once
 #include <algorithm>

@@ -1,5 +1,5 @@
-// What headers of Book II take from CUDA and from Book II, on a CPU, for suites that run their kernels by the coroutines of
-// tests/emulate/emulate.h. Behind qwen3.cu.
+// Definitions on a CPU that headers of Book II use from CUDA and from Book II, for suites that run their kernels by the
+// coroutines of tests/emulate/emulate.h. Include it after qwen3.cu.
 #pragma once
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
@@ -17,7 +17,7 @@ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
 inline uint32_t pack(float first, float second) { return to_bf16(first).bits | (uint32_t)to_bf16(second).bits << 16; }
 
 static uint32_t fragments[2][MOST_THREADS][6];
-static uint8_t fragments_of[MOST_THREADS]; // which of the two is next: whoever writes the one has seen all read the other
+static uint8_t fragments_of[MOST_THREADS]; // the next of the two: a writer of one has seen that all have read the other
 __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
     auto& all = fragments[fragments_of[running] ^= 1];

@@ -1,5 +1,5 @@
-// What each laboratory must do, at odd sizes and by emulation (data/course/emulate.h): every step gives what its
-// definition gives, with the threads one after the other from the first to the last and from the last to the first.
+// Requirements of each laboratory, at odd sizes and by emulation (tests/emulate/emulate.h): every step gives the result
+// of its definition, with the threads one after the other from the first to the last and from the last to the first.
 #pragma once
 #include "lab/lab.h"
 #include "tests/process.h"

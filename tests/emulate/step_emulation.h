@@ -1,5 +1,5 @@
-// What step.h needs of a GPU, on a CPU, beside emulated.h: its coroutines for the threads of all blocks at once, since
-// they wait for each other; step.h's instructions. Copies spoil their target at once and come when they are waited
+// The GPU features of step.h, on a CPU, beside emulated.h: its coroutines for the threads of all blocks at once, since
+// they wait for each other; step.h's instructions. Copies poison their target at once and arrive when they are waited
 // for.
 #pragma once
 #define STEP_EMULATED
@@ -102,7 +102,7 @@ struct StepBarrier {
     static void begun() {}
 };
 static_assert(sizeof(StepBarrier) == 8, "as on a GPU");
-static bool words_get_lost = false; // a block whose words nobody sees: the watchdog's business
+static bool words_get_lost = false; // a block whose words are never read: for the watchdog
 __device__ inline uint4 step_peek(const uint4* word) { return *word; }
 __device__ inline void step_publish(uint4* word, uint4 v) { if (!words_get_lost || blockIdx.x) *word = v; }
 __device__ inline uint64_t step_clock() { return wait_at(Coroutine::READY), emulated_ns += 1000; }

@@ -95,7 +95,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
             must(job.stops.size() <= MAX_STOPS && job.alternatives >= -1 && job.alternatives <= MAX_ALTERNATIVES);
             for (auto [id, more] : job.bias) must(id >= 0 && id < tokenizer.size() && (std::fabs(more) <= ALLOW + 100 || more == BAN));
             for (auto& stop : job.stops) must(!stop.empty() && stop.size() <= MAX_STOP);
-            // What it would be told: the end of a prompt said back to it.
+            // The echo of a prompt's end.
             Speech speech(tokenizer, job);
             Piece piece, last;
             for (size_t i = job.prompt.size() - std::min<size_t>(job.prompt.size(), 8); i < job.prompt.size(); i++) {

@@ -1,4 +1,4 @@
-// What fuzzers of the model and of the server share.
+// Shared by fuzzers of the model and of the server.
 #pragma once
 #include "base/error.h"
 #include "model/model_file.h"
@@ -19,7 +19,7 @@ static const std::string& path_of(const uint8_t* data, size_t size) {
     return path;
 }
 
-// What loads must also run: three tokens are fed to it, and one is drawn. packed: see Weights.
+// A model that loads must also run: three tokens are fed to it, and one is sampled. packed: see Weights.
 template <class T> void use(const ModelFile& file, bool packed = false) {
     const Weights<T> weights(file, false, packed);
     const Config& c = file.config;

@@ -20,7 +20,7 @@ static std::map<std::string, Fuzzer>& fuzzers() {
     extern "C" __attribute__((weak)) size_t name##_mutator(uint8_t*, size_t, size_t, unsigned);                        \
     static const bool name##_is = fuzzers().insert({#name, {name##_input, name##_mutator}}).second;
 
-// What libFuzzer calls.
+// The entry point of libFuzzer.
 static Fuzzer chosen;
 extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t max_size);
 extern "C" int LLVMFuzzerInitialize(int*, char*** argv) {

@@ -1,4 +1,4 @@
-// What the GPU's suites share: arrays in its memory, a context with scratch, a Linear on both sides.
+// Shared by the GPU's suites: arrays in its memory, a context with scratch, a Linear on both sides.
 #pragma once
 #ifdef QWEN3_PORTABLE // what tests of optional kernels need is left out, as those tests are
 #include "model/device.h"
@@ -18,7 +18,7 @@ inline Context& gpu() {
     return ctx;
 }
 
-// What draws for a session.
+// A session's sampling state.
 inline GpuDraws& draws_of(Session<bf16>& s) { return dynamic_cast<GpuDraws&>(*s.draws); }
 
 // An array in the GPU's memory.

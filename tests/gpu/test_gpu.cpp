@@ -1383,7 +1383,7 @@ TEST_CASE("packed weights are uploaded right where they fill several buffers") {
     CHECK(mean_kl(std::vector<float>(on_cpu.logits, on_cpu.logits + V), std::vector<float>(on_gpu.logits, on_gpu.logits + V), V) < 1e-3);
 }
 
-// What a session draws after a prompt, and the logits behind the prompt and of its last step.
+// The ids that a session samples after a prompt, and the logits after the prompt and of its last step.
 struct RoadRun {
     std::vector<int> ids;
     std::vector<float> of_prompt, logits;
@@ -1680,7 +1680,7 @@ TEST_CASE("what the GPU cannot do is one line") {
 }
 
 TEST_CASE("prompt lookup: with `invariant` the answers are those of a step a token, since steps of 1 to 8 tokens agree to the bit") {
-    // What it rests on: the logits of a token in a step of 1 to 8 tokens have the same bits.
+    // The reason: the logits of a token in a step of 1 to 8 tokens have the same bits.
     Golden g("tied_bf16");
     Weights<bf16> weights(g.file);
     weights.upload(gpu(), g.file);

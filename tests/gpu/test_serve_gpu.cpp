@@ -289,7 +289,7 @@ TEST_CASE("with `invariant` an answer with an adapter does not depend on the oth
     }
 }
 
-// How far what is told of a token is from what a Session thinks of it.
+// The distance of a token's reported log-probabilities from those of a Session.
 struct Differences {
     double worst = 0, sum = 0;
     size_t count = 0;

@@ -140,7 +140,7 @@ def gptq4(w, sources):
         p.scales = p.scales.half()
         base = name[: -len("weight")]
         stored.update({base + k: getattr(p, k) for k in ("qweight", "qzeros", "scales", "g_idx")})
-        # What its forward pass makes of it, of ones in turn: the columns of the matrix.
+        # The forward pass of unit vectors in turn: the columns of the matrix.
         p.scales = p.scales.float()
         dense[name] = p(torch.eye(x.shape[1])).T.float().contiguous()
     return stored, gptq_config(4, group, False, True), dense, {}

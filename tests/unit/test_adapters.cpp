@@ -221,7 +221,7 @@ TEST_CASE("adapters: one that is unloaded answers to the end, and then its memor
     CHECK(LoadedAdapter::alive() == before + 1);
     registry.unload("x");
     CHECK(LoadedAdapter::alive() == before);
-    // What cannot be loaded leaves nothing behind.
+    // A failed load leaves nothing behind.
     for (const char* name : {"", "a b", "a\"b", "a\nb", "a,b"}) CHECK_THROWS_AS(registry.load(name, folders().of(0)), Error);
     CHECK_THROWS_AS(registry.load("y", "/nonexistent"), Error);
     CHECK(registry.now().empty());
@@ -301,7 +301,7 @@ static void check_refused(const HttpReply& r, int status, const std::string& par
     CHECK(j["error"]["message"].str().find(word) != std::string::npos);
     CHECK(j["error"]["message"].str().find('\n') == std::string::npos);
 }
-// What qwen3 says with the adapter in this folder.
+// The output of qwen3 with the adapter in this folder.
 static std::string by_qwen3(const std::string& folder, const std::string& text) {
     Strings all = {MODEL, "-z", VOCABULARY, "-d", "cpu", "-j", "1", "-t", "0", "-n", "24", "-i", text};
     if (!folder.empty()) all.insert(all.end(), {"--adapter", folder});
@@ -370,7 +370,7 @@ TEST_CASE("HTTP: an adapter is a model: in every dialect, at once with others, a
         CHECK(r.status == 404);
         CHECK(r.body.find("no such model") != std::string::npos);
     }
-    // Nobody loads any without the option.
+    // Without the option no adapter can be loaded.
     check_refused(server.load("c", folders().of(2)), 404, "");
     CHECK(server.models() == "tiny(-) a(tiny) org/b.1(tiny) ");
 
@@ -425,7 +425,7 @@ TEST_CASE("HTTP: adapters come and go while others answer") {
     check_refused(server.load("a b", folders().of(1)), 400, "lora_name");
     check_refused(server.unload("x"), 404, "lora_name");
     check_refused(server.unload("tiny"), 404, "lora_name");
-    // What is broken leaves all as it was: no folder, a FIFO, half a file, a model of another shape, numbers that are none.
+    // A broken adapter changes nothing: no folder, a FIFO, half a file, a model of another shape, numbers that are NaN.
     check_refused(server.load("x", "/nonexistent"), 400, "lora_path", "/nonexistent/adapter_config.json");
     const std::string broken = scratch / "broken", numbers = broken + "/adapter_model.safetensors";
     make_adapter(broken, KINDS[1], 3);

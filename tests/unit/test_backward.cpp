@@ -230,7 +230,7 @@ TEST_CASE("an adapter: y = W x + s B A drop(x) by its plain formula, in every ty
             }
         // h may fall on the other side of a rounding: one more unit.
         CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + rounding<T>(size[i]) + sum_error<T>(size[i]); }) == 0);
-        // What is added to a residual is the same sum.
+        // The numbers added to a residual are the same sum.
         std::vector<acc<T>> residual = random.fill<acc<T>>(N * 14), sum(N * 14);
         CALL(linear_add, sum.data(), residual.data(), x.data(), a.W, N);
         std::vector<double> total = want;
@@ -534,7 +534,7 @@ TEST_CASE_TEMPLATE("gradients of products, with adapters and dropout or without:
             linear_backward_weight(want_W.data(), as_double(dy).data(), out, as_double(x).data(), N, out, in);
             CHECK(off<T>(dW, want_W) == 0);
 
-            // What goes forward: h of each module, and the product that uses it.
+            // The forward pass: h of each module, and the product that uses it.
             std::vector<T> h(a.h.size()), y(N * out);
             std::vector<double> want_h(h.size());
             CALL(lora_down, h.data(), x.data(), a.W, N);
@@ -812,7 +812,7 @@ template <class T> struct Harness {
             };
             plan();
             arena.allocate("a test");
-            memset((void*)arena.base, 0xff, arena.size); // a number nobody wrote is a NaN
+            memset((void*)arena.base, 0xff, arena.size); // a number that was never written is a NaN
             plan();
             fill_rope(rope, n, c.D, c.rope_theta);
             const Dropout dropout = {dropout_p, 3, 4, place.data()};

@@ -168,7 +168,7 @@ static std::string on_screen(std::string_view text) {
     return out;
 }
 
-// What /save wrote.
+// The file that /save wrote.
 struct Saved {
     std::string system;
     bool think;
@@ -262,7 +262,7 @@ TEST_CASE("the editor: history, arrows, bracketed paste") {
     CHECK(count(t.all, "\033[?2004h") == count(t.all, "\033[?2004l") + 1); // the terminal is told when a prompt is over
 }
 
-// What was shown, without spaces (some are there to wrap a line) and what a terminal obeys.
+// The screen's text, without spaces (some are there to wrap a line) and without control sequences.
 static std::string visible(std::string_view shown) {
     std::string out;
     for (size_t i = 0; i < shown.size(); i++) {
@@ -631,7 +631,7 @@ TEST_CASE("commands") {
     CHECK(saved_by(t).messages.empty());
     CHECK(has(t.send("/stats"), "conversation 0 tokens"));
 
-    // What looks like a command and is none is refused, with the list; what does not look so is a message.
+    // An unknown command is refused, with the list; other text is a message.
     for (const char* line : {"/exits", "/Exit", "/savex y", "/hello", "/x-y"}) {
         INFO(line);
         const std::string said = t.send(line);
@@ -725,7 +725,7 @@ TEST_CASE("a file that is no chat is one line of error, and the chat goes on") {
     Saved s = saved_by(t);
     CHECK(s.questions() == Strings{"mine"});
     CHECK(s.system == "s");
-    // What others write: the system prompt as the first message, content in parts, other keys.
+    // Files of other programs: the system prompt as the first message, content in parts, other keys.
     write_file(scratch / "f", "{\"model\": \"x\", \"messages\": [{\"role\": \"system\", \"content\": \"S\"}, {\"role\": \"user\", \"content\": "
                               "[{\"type\": \"text\", \"text\": \"Q\"}]}, {\"role\": \"assistant\", \"content\": \"A\", \"reasoning_content\": \"R\"}]}");
     t.send("/load " + (scratch / "f"));

@@ -83,7 +83,7 @@ static Strings tiny(Strings more) {
     return all;
 }
 
-// What a run that must succeed prints.
+// The output of a run that must succeed.
 static std::string out_of(const Strings& arguments, std::string_view input = "",
                           const Setting& setting = {}) {
     Result r = run(arguments, input, setting);
@@ -92,7 +92,7 @@ static std::string out_of(const Strings& arguments, std::string_view input = "",
     return r.out;
 }
 
-// What is wrong with an error message: one line, "qwen3: ...", no control characters in it.
+// The fault of an error message: it must be one line, "qwen3: ...", without control characters.
 static std::string bad_message(const std::string& err) {
     if (err.compare(0, 7, "qwen3: ") != 0) return "it does not begin with 'qwen3: '";
     if (err.size() < 9 || err.back() != '\n') return "it is no whole line";
@@ -315,7 +315,7 @@ TEST_CASE("greedy text is always the same; so is that of a seed, on any number o
     }
     CHECK(different.size() == 4);
 
-    // A random seed is told, and gives the same again.
+    // A random seed is printed, and reproduces the answer.
     Result random = run(tiny({"-i", "Hello", "-n", "24", "-t", "1.5", "--json"}));
     Answer first = parse_answer(random.out);
     CHECK(random.err.find("seed " + first.seed) != std::string::npos);

@@ -51,7 +51,7 @@ TEST_CASE("commands: an argument stays in its word, whatever is in it") {
         CHECK_THROWS_AS(commands_of(bad), Error);
     CHECK(commands_of(SPOKEN)[0].tool.find("command") == std::string::npos); // the model need not know
     CHECK(shown({"a b", "\"\n", "x\u202Ey\u200B", "线\x7f\xc2\x85"}) == R"("a b" "\"\n" "x\u202ey\u200b" "线\u007f\u0085")");
-    // What has no width, is blank or is no character: by Unicode's classes, one of each, and the issue's own.
+    // Characters without width, blanks and noncharacters: by Unicode's classes, one of each, and the issue's own.
     for (uint32_t c : {0x61C, 0xE0041, 0x3164, 0x2800, 0xFE0F, 0xE0100, 0x200D, 0x301, 0xA0, 0xAD, 0x34F, 0x115F, 0x1160, 0xFFA0, 0x17B4, 0x180E, 0x180B, 0x1680, 0x2003,
                        0x2007, 0x2028, 0x2029, 0x202E, 0x202F, 0x205F, 0x2060, 0x2064, 0x2069, 0x206F, 0x20E3, 0x3000, 0xFEFF, 0xFFF9, 0xFFFE, 0xFFFF, 0x1D173, 0x1BCA0,
                        0xE000, 0xF8FF, 0xF0000, 0x10FFFF, 0x378, 0x80, 0x9F, 0x7F}) {

@@ -359,7 +359,7 @@ TEST_CASE("chunk: stable ids, token budgets, UTF-8 only") {
         at = (size_t)c["end"].number();
     }
     CHECK(at == book.size());
-    // What changes at its end leaves the ids before it alone.
+    // A change at its end leaves the ids before it alone.
     write_file(scratch / "longer.md", book + " an end.\n\n# New\n\nMore.\n");
     size_t same = 0;
     for (auto& line : lines(good({"chunk", scratch / "longer.md", "--characters", "500"}).out)) same += ids.count(Json(line)["id"].str());
@@ -441,7 +441,7 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
         REQUIRE(r.status == 0);
         CHECK(Json(lines(r.out)[0])["text"].str() == "--sandbox|" + filter + "./" + given + "| read the words of this.\n");
     }
-    // What they say when they fail is shown.
+    // Their messages on failure are shown.
     const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; echo 'Incorrect \033[1mpassword' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
     CHECK(bad.status == 1);
     CHECK(bad.err == "Incorrect  [1mpassword\ndatagen: " + pdf + ": pdftotext failed: exit status 3\n");
@@ -917,7 +917,7 @@ TEST_CASE("end to end: an endpoint that fails, stalls, answers 429 and sends gar
     CHECK(lines(read_file(clean)).size() > 10);
     CHECK(dropped.count("exact") + dropped.count("near") + dropped.count("rouge-l") > 0); // the endpoint repeats itself
     CHECK(dropped.count("grounding") == 0);                                               // but lies not
-    // What is clean stays as it is.
+    // Clean text stays as it is.
     good({"filter", clean, "--chunks", p.chunks, "-o", p.scratch / "again.jsonl"});
     CHECK(read_file(p.scratch / "again.jsonl") == read_file(clean));
 
@@ -972,7 +972,7 @@ TEST_CASE("generate: a kill in the middle loses no answer, and none is asked aga
     CHECK(read_file(p.journal).compare(0, whole.size(), whole) == 0);
     CHECK(lines(read_file(p.journal)).size() == count);
     for (auto& [body, n] : asked) CHECK(e.seen.at(body).asked == n);
-    // What was on its way in the moment of a kill, at most one a connection, is all that was answered twice.
+    // Only requests in flight at a kill, at most one a connection, were answered twice.
     size_t twice = 0;
     for (auto& [body, s] : e.seen) {
         CHECK(s.answered >= 1);
@@ -1206,7 +1206,7 @@ TEST_CASE("a reply without a question is asked again with the reason, until it h
     good(collect);
     CHECK(column(scratch / "qa", "id") == Strings{"c1.easy.00.1", "c1.easy.01.1", "c1.easy.03.1"});
     CHECK(lines(read_file(scratch / "responses")).size() == 4);
-    // What was dropped first and was answered meanwhile is not asked again; the other is, with what is wrong now.
+    // An item dropped first and answered meanwhile is not requested again; the other is, with its present fault.
     good(again);
     CHECK(e.all() == 7);
     good(ask);
@@ -1792,8 +1792,8 @@ TEST_CASE("pack: prompts are the template's, special tokens in a row stay text, 
     CHECK(std::count(prompt.begin(), prompt.end(), tokenizer.id("<|im_end|>")) == 2); // system and user; not the row's
 }
 
-// What pack makes of rows, with an entry of dataset_info.json ("": none): all of each row, and the trained part of it
-// after "=> ".
+// The output of pack for rows, with an entry of dataset_info.json ("": none): all of each row, and the trained part of
+// it after "=> ".
 static Strings packed(const Scratch& scratch, const std::string& rows, const std::string& entry = "", std::string* said = nullptr) {
     write_file(scratch / "rows.jsonl", rows);
     fs::remove(scratch / "dataset_info.json");

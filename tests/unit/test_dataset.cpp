@@ -1,4 +1,4 @@
-// dataset.h: what is written is what is read, and a file that is anything else is refused in one line.
+// dataset.h: a written dataset is read back unchanged, and any other file is refused in one line.
 #include "model/dataset.h"
 #include "tests/files.h"
 

@@ -35,7 +35,7 @@ static std::vector<fs::path> our_files() {
     return all;
 }
 
-// What `pattern` matches in the text, or its first group.
+// The matches of `pattern` in the text, or of its first group.
 static Strings matches(const std::string& text, const char* pattern) {
     const std::regex regex(pattern);
     Strings all;
@@ -163,7 +163,7 @@ TEST_CASE("docs: every option that is named is some program's") {
 
 // ----------------------------------------------------------------------------------------- links and files
 
-// What GitHub makes of a heading: lower case, blanks as hyphens, without punctuation.
+// The anchor that GitHub derives from a heading: lower case, blanks as hyphens, without punctuation.
 static std::string anchor(const std::string& heading) {
     std::string all;
     for (char c : heading)

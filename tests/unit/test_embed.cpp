@@ -270,7 +270,7 @@ TEST_CASE("engine: a thousand texts hold up no answer, and answers that fill all
     for (int i = 0; i < 4; i++) bench.engine.step(); // half of 32 tokens a step: two steps for its 20, one more to be told
     CHECK(!answers[0].reply->pieces.empty());
     const size_t before = (size_t)std::count_if(texts.begin(), texts.end(), done);
-    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait, who want no half
+    for (int i = 0; i < 40; i++) bench.engine.step(); // both slots are taken, and two answers wait, which need no half
     CHECK(bench.desk.figures->running >= 2);
     CHECK((size_t)std::count_if(texts.begin(), texts.end(), done) >= before + 36);
     run_all(bench, random, {});
@@ -404,7 +404,7 @@ TEST_CASE("engine: keys take turns with their texts; a cancelled one leaves; the
     CHECK(!by(1));
     CHECK(by(3));
 
-    // What is done is no longer held.
+    // A finished job is no longer held.
     bench.desk.keys = 2;
     Job one_more = text_job(std::vector<int>(20, 3), 2);
     REQUIRE(bench.desk.submit({one_more}));

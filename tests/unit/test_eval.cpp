@@ -330,7 +330,7 @@ TEST_CASE("--eval: killed at any byte, it goes on and ends with the same bytes")
     CHECK(out_of(ask(out)) == summary);
     CHECK(read_file(out) == whole);
 
-    // What was begun in another way, or damaged, is refused and stays as it is.
+    // Output begun with other settings, or damaged, is refused and stays as it is.
     fs::remove(out);
     auto check_stays = [&](const std::string& content, const Strings& arguments, const std::string& word) {
         write_file(partial, content);

@@ -88,7 +88,7 @@ TEST_CASE("penalties over random logits and ids") {
 
 // ------------------------------------------------------------------------------------------------- stop strings
 
-// What may be shown of a text once its first n bytes are known. It ends before a stop string; of several, before
+// The text that may be shown once its first n bytes are known. It ends before a stop string; of several, before
 // the one whose last byte comes first, of these the longest: byte by byte, one would stop there. Otherwise all is
 // shown but the longest tail that a stop string begins with.
 static std::string shown(const std::string& text, size_t n, const std::vector<std::string>& stops, bool* stopped) {

@@ -168,7 +168,7 @@ TEST_CASE("grammar: characters are UTF-8: every code point, alone and in ranges"
 }
 
 namespace {
-// What a GBNF grammar derives, up to so many bytes: found by rewriting, without an automaton.
+// All texts that a GBNF grammar derives, up to a number of bytes: found by rewriting, without an automaton.
 struct Derivations {
     std::map<std::string, std::vector<std::vector<std::string>>> rules; // words in '' are terminals
     std::set<std::string> all(size_t longest) const {

@@ -92,7 +92,7 @@ TEST_CASE("rewards: each of them, what it leaves out, and its weight") {
         INFO(bad);
         CHECK_THROWS_AS(make_reward(bad, 5), Error);
     }
-    // What is no question of choices is named before a run.
+    // A row that is not a question with choices is named before a run.
     const Reward choice = make_reward("choice", 5);
     CHECK_THROWS_AS(choice.check({"no choices", "", "B", 0, true}), Error);
     CHECK_THROWS_AS(choice.check({choices, "", "none of them", 0, true}), Error);
@@ -135,7 +135,7 @@ TEST_CASE("a program's rewards: JSON in, numbers out; one that hangs, dies or ta
     CHECK(seconds() - begun < 5);
     const pid_t child = (pid_t)atoi(read_file(scratch / "child").c_str());
     REQUIRE(child > 1);
-    for (int ms = 0; kill(child, 0) == 0 && ms < 5000; ms++) { // (a zombie until whoever adopts it has looked)
+    for (int ms = 0; kill(child, 0) == 0 && ms < 5000; ms++) { // (a zombie until its new parent has reaped it)
         const std::string state = read_file_if(format("/proc/%d/stat", child));
         if (state.find(") Z") != std::string::npos) break;
         usleep(1000);

@@ -178,8 +178,8 @@ static bool is_best(bf16 s, const std::vector<double>& w) {
     return s.bits == best.bits;
 }
 
-// What INT8 makes of `source`, held to the definition: the best scales; each integer the nearest to w / s
-// (at a tie the even one), so that w is at most s / 2 away; groups end with their row.
+// Compares the INT8 form of `source` with the definition: the best scales; each integer the nearest to w / s (at a tie
+// the even one), so that w is at most s / 2 away; groups end with their row.
 struct Checked {
     int bad = 0, zero_groups = 0, full_groups = 0; // full: all the range up to 119 is used (127 / (1 + 7 / 128))
     void operator()(const std::string& dtype, const std::string& source, int rows, int in, const int8_t* q,
@@ -473,7 +473,7 @@ TEST_CASE("INT8 files that are refused") {
         check_refused(changed(norm, to_int8), false, norm + " is not BF16, F16 or F32");
     }
 
-    // Of matrices that are one product, all are INT8 or none.
+    // The matrices of one product are all INT8, or none is.
     for (const std::string& name : {k, up}) {
         c = plain;
         c.make_int8(name);
@@ -510,7 +510,7 @@ TEST_CASE("INT8 files that are refused") {
 
 // ------------------------------------------------------------------------------------------------ the model
 
-// What a fixture's golden.json says.
+// The contents of a fixture's golden.json.
 static sj::Value golden(const std::string& folder, sj::Doc& doc, std::string& text) {
     text = read_file(folder + "/golden.json");
     REQUIRE(sj::parse(doc, text) == "");

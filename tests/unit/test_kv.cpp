@@ -1,5 +1,5 @@
-// FP8 keys and values: what a row becomes; attention over them is that over a cache of the same numbers, to the bit; what
-// they cost; sessions, saved prompts, options.
+// FP8 keys and values: the stored row; attention over them has the bits of attention over a bf16 cache of the same
+// numbers; their size; sessions, saved prompts, options.
 #include "model/session.h"
 #include "tests/common.h"
 #include "tests/golden.h"

@@ -45,8 +45,8 @@ TEST_CASE("lab: looking back over tiles that know only their own sum") {
             for (int got : out.get()) CHECK(got == want);
         }
 }
-// What the comments say of bank conflicts, as emulate.h counts them: the most words that the lanes of a warp want of a
-// bank.
+// The bank conflicts that the comments give, as emulate.h counts them: the most words of one bank that the lanes of a
+// warp request.
 TEST_CASE("lab: bank conflicts are as many as the steps say") {
     using namespace transpose_copy;
     CHECK(conflict_ways([](int lane) { return place<PLAIN>(lane, 5); }) == 32);

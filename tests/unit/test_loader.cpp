@@ -355,7 +355,7 @@ TEST_CASE("config: every fault is named") {
         {R"("eos_token_id": 3.0)", "eos_token_id holds 3.0"},
         {R"("eos_token_id": 4294967299)", "eos_token_id holds 4294967299"}, // 3 in 32 bits
         {R"("eos_token_id": true)", "eos_token_id holds true"},
-        // What would change the computation is refused by its name, with its value.
+        // A key that would change the computation is refused by its name, with its value.
         {R"("hidden_act": "gelu")", "hidden_act = \"gelu\""},
         {R"("hidden_act": null)", "hidden_act = null"},
         {R"("attention_bias": true)", "attention_bias = true"},

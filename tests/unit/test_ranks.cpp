@@ -66,8 +66,8 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
         }
 }
 
-// Becomes n ranks in processes of their own; f(rank) says whether all is well. The status of rank 0, and what was said;
-// `until`: what is waited for, if another rank says it when rank 0 has ended.
+// Forks into n ranks; f(rank) returns whether all is well. Returns the status of rank 0, and its output; `until`: a
+// text to wait for, if another rank prints it after rank 0 has ended.
 static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20, const std::string& until = "") {
     const MemoryFile err;
     err.append_only();
@@ -339,7 +339,7 @@ TEST_CASE("ranks: one that dies ends all, at once and with a line that names it;
         if (!rank) CHECK(p->err.text().find("train_lora: rank 2: rank 0 has gone\n") != std::string::npos);
         if (rank) numbers(out / "a");
     }
-    // A fault of rank 0 is told once: the folder is none.
+    // A fault of rank 0 is reported once: the folder is none.
     check_refusal(start(of_kind("--rank") + Strings{"--gpus", "2", "-o", rows().all})->wait(), "train_lora", "all.bin");
 }
 
@@ -352,7 +352,7 @@ TEST_CASE("ranks: started as launchers do it; a rank with another file or option
         Environment e = more;
         e["MASTER_ADDR"] = "localhost", e["MASTER_PORT"] = std::to_string(free_port()), e[names.size] = "2";
         std::vector<std::unique_ptr<Process>> both;
-        for (int rank : {1, 0}) { // (who comes first does not matter)
+        for (int rank : {1, 0}) { // (their order does not matter)
             e[names.rank] = e[names.local] = std::to_string(rank);
             both.push_back(start(rank ? second : first, e));
         }
@@ -417,13 +417,13 @@ TEST_CASE("ranks: who never comes, and who is no rank of ours") {
     const std::string port = std::to_string(free_port());
     CHECK(alone(0, port) == "rank 1 of 2 has not come");
     CHECK(alone(1, port).find("rank 1: no rank 0 at 127.0.0.1:" + port) == 0);
-    // What listens there says nothing, or something else.
+    // The listener there sends nothing, or something else.
     const int listener = sockets::open_socket("127.0.0.1", std::stoi(port), true);
     REQUIRE(listener >= 0);
     CHECK(alone(0, port).find("Address already in use") != std::string::npos);
     CHECK(alone(1, port) == "rank 1: what answers at 127.0.0.1:" + port + " is no rank 0");
     close(listener);
-    // Who knocks and is no rank is sent away.
+    // A connection that is no rank is closed.
     const std::string open = std::to_string(free_port());
     std::thread stranger([&] {
         for (int i = 0; i < 20; i++) {

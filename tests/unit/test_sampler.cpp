@@ -109,7 +109,7 @@ TEST_CASE("the same seed and counter draw the same id; others draw others") {
     CHECK(by_seed.size() > 50);
 }
 
-// What the sampler must do, by sorting and in double: temperature, top-k, top-p over what is left, min-p.
+// The sampler's definition, by sorting and in double: temperature, top-k, top-p over the rest, min-p.
 static std::vector<double> probabilities(const std::vector<float>& logits, int exist, const Sampling& s) {
     std::vector<int> order(exist);
     for (int i = 0; i < exist; i++) order[i] = i;

@@ -307,7 +307,7 @@ TEST_CASE("prompts beside running answers: as many tokens as keep the step short
         CHECK(prompts - before >= before * 4 / 5); // (less until it is known)
         CHECK(times.back() < std::max(1.9 * m.alone, 1.001 * (m.alone + m.fixed + 8 * m.each)));
     }
-    // Prompts that nobody waited for teach what their tokens take at most; a slow first step is soon forgotten.
+    // Prompts without waiting clients bound the time of their tokens from above; a slow first step is soon forgotten.
     PromptPace pace;
     pace.learn(0, 100, 0.1);
     pace.learn(1, 0, 1.);
@@ -419,7 +419,7 @@ TEST_CASE("several engines: a prompt goes where its beginning is cached, unless 
     for (int i = 0; i < 40; i++) sent(job(1000, 400));
     CHECK(*second.load <= *third.load + Router::AHEAD + 500);
     CHECK(desk.inbox.size() + third.inbox.size() > 8); // the others were not left without work
-    // What is done or dropped is no load; an engine that has failed gets nothing.
+    // Finished or dropped jobs are no load; an engine that has failed gets none.
     CHECK(*second.load > 0);
     second.inbox.clear();
     CHECK(*second.load == 0);
@@ -687,7 +687,7 @@ TEST_CASE("a budget: whoever holds most loses what it has held for longest") {
     for (auto& share : big) CHECK(budget.add(share, 30));
     CHECK(budget.add(small, 10));
     CHECK(budget.used == 100);
-    CHECK(budget.add(tiny, 1)); // who asks for little does not lose
+    CHECK(budget.add(tiny, 1)); // a client that requests little does not lose
     CHECK(dropped == 1);
     CHECK(big[1].lost);
     CHECK(budget.used == 71);
@@ -1025,7 +1025,7 @@ struct Serving : Process {
         REQUIRE(n > 0);
         return all.substr(0, (size_t)n);
     }
-    // Nobody is served and no page is used, within `s` seconds.
+    // No job is served and no page is used, within `s` seconds.
     void check_idle(double s = 5) const {
         const double start = seconds();
         auto idle = [&] { return metric("num_requests_running") + metric("num_requests_waiting") + metric("kv_cache_usage_perc") == 0; };
@@ -1608,7 +1608,7 @@ TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from
     for (const char* part : {"innerHTML", "outerHTML", "insertAdjacent", "document.write", "DOMParser", "eval(", "Function(", "import(", "createContextualFragment",
                              "@import", "url(", "<iframe", "<object", "<img", "src=", "srcdoc", "style=", "importScripts", "WebSocket", "sendBeacon", ")page\""})
         CHECK_MESSAGE(page.find(part) == std::string::npos, std::string(part));
-    for (size_t at = 0; (at = page.find("://", at)) != std::string::npos; at++) { // a name of XML, which nobody fetches
+    for (size_t at = 0; (at = page.find("://", at)) != std::string::npos; at++) { // a name of XML, never fetched
         const std::string url = page.substr(at - 4, 30);
         CHECK_MESSAGE(url.compare(0, 26, "http://www.w3.org/2000/svg") == 0, url);
     }
@@ -1758,7 +1758,7 @@ TEST_CASE("the log holds nobody up at the end: what stdout does not take within 
         CHECK(std::string(some, (size_t)std::max<ssize_t>(0, read(ends[0], some, 6))) == "first\n");
         close(ends[0]), close(ends[1]);
     }
-    // What it takes at once is written, whatever the time.
+    // Data that it accepts at once are written, whatever the time.
     int ends[2];
     REQUIRE(pipe2(ends, O_CLOEXEC) == 0);
     {
@@ -2319,7 +2319,7 @@ TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
     CHECK(joined(slow.reply())[0] == same);
 }
 
-// A port that nobody has.
+// A port that no process uses.
 static int free_port() {
     const int fd = socket(AF_INET, SOCK_STREAM, 0);
     sockaddr_in at = {};
@@ -2786,7 +2786,7 @@ TEST_CASE("a batch goes on where it was stopped, and asks nothing twice") {
         return all;
     };
     const std::string whole = read_file(scratch / "whole");
-    // What a run left that was killed: the first line of the partial file, some answers, half of another.
+    // The leftovers of a killed run: the first line of the partial file, some answers, half of another.
     std::string partial;
     {
         Process stopped(PROGRAM, {MODEL, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--max-seqs", "1", "--batch", scratch / "in", "-o", scratch / "out"});
@@ -2844,7 +2844,7 @@ TEST_CASE("a batch does not go on with other weights or another adapter in the s
     const std::string model = scratch / "model.bin", adapter = scratch / "adapter", weights = read_file(MODEL);
     fs::copy_file(MODEL, model);
     fs::copy("tests/fixtures/train/adapter", adapter);
-    // What a run leaves that is killed: at least the first line, which says what the answers depend on.
+    // The leftovers of a killed run: at least the first line, which lists everything that the answers depend on.
     auto begin = [&](const std::string& out, const Strings& more) {
         Strings all = {model, "-z", VOCABULARY, "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out};
         all.insert(all.end(), more.begin(), more.end());

@@ -365,7 +365,7 @@ TEST_CASE("requests: forms and tools are done, or refused by their field") {
              {"\"tools\": [{\"type\": \"function\", \"function\": {\"name\": \"a b\"}}]", "tools"}, {"\"tools\": [{\"type\": \"custom\"}]", "tools"},
              {R"("tools": [{"type": "function", "function": {"name": "a", "strict": true, "parameters": {"patternProperties": {}}}}])", "tools"}})
         CHECK_MESSAGE(refused_for(row.first) == row.second, row.first);
-    // What only a strict or forced call would need is no fault of others.
+    // Requirements of strict or forced calls only are no fault of other calls.
     CHECK(refused_for(R"("tools": [{"type": "function", "function": {"name": "a", "parameters": {"patternProperties": {}}}}])") == "-");
     CHECK(refused_for(TOOLS, false) == "tools");
     const Ask ask = read_ask(service_of(), question(TOOLS), true, 1);
@@ -515,7 +515,7 @@ TEST_CASE("HTTP: calls that are asked for, whole and streamed") {
     CHECK(called > 5);
     const Json none(server.ask(question(TOOLS + ", \"tool_choice\": \"none\", \"max_tokens\": 50, \"seed\": 1")));
     CHECK(!none["choices"][(size_t)0]["message"]["tool_calls"]);
-    // What was called comes back as a message.
+    // A call comes back as a message.
     const std::string body = server.ask(R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"id": "call_1", "type": "function",
         "function": {"name": "now", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "call_1", "content": "noon"}], "max_tokens": 3, )" + TOOLS + "}");
     CHECK(told(body, false) != "");
@@ -602,7 +602,7 @@ TEST_CASE("HTTP: forms of others are made while two addresses ask for hostile on
     std::vector<double> times;
     for (int i = 0; i < 60; i++) {
         const double start = seconds();
-        server.ask(question(format("\"guided_json\": {\"enum\": [\"%d\"]}, \"max_tokens\": 1", i))); // a form that nobody has asked for
+        server.ask(question(format("\"guided_json\": {\"enum\": [\"%d\"]}, \"max_tokens\": 1", i))); // a form not seen before
         times.push_back(seconds() - start);
         most = std::max(most.load(), memory());
     }
@@ -933,7 +933,7 @@ TEST_CASE("dialects: events by their names and in their order; joined they are t
     cut.text = "a", cut.calls = {{"now", ""}, {"", "{\"a"}}, cut.finish = "length";
     a.answer->add(std::move(cut));
     CHECK(Json(a.answer->whole())["content"].size() == 1);
-    // What a request is told of itself is bounded.
+    // The data that a request can get about itself are bounded.
     const Asked large = read_asked(service_of(100'000), RESPONSES, "{\"input\":\"a\",\"instructions\":\"" + std::string(50'000, ' ') + "\"}", 1);
     Piece end;
     end.finish = "stop";
@@ -1213,7 +1213,7 @@ TEST_CASE("HTTP: files and batches, from upload to answers") {
     }
     CHECK(Json(bad[0])["response"]["body"]["error"]["param"].str() == "temperature");
     CHECK(Json(bad[2])["response"]["body"]["error"]["param"].str() == "url");
-    // Nobody sees another key's.
+    // Another key's files are not visible.
     const std::string input = batch["input_file_id"].str();
     CHECK(one.content(input) == requests);
     for (const std::string& path : {"/v1/files/" + input, "/v1/files/" + input + "/content", "/v1/batches/" + id}) {
@@ -1236,7 +1236,7 @@ TEST_CASE("HTTP: files and batches, from upload to answers") {
     const std::string other = one.batch("{\"custom_id\": \"a\", \"url\": \"/v1/responses\", \"body\": {\"input\": \"a\", \"max_output_tokens\": 3}}\n", RESPONSES);
     const std::string out = one.content(Json(one.wait(other, "completed"))["output_file_id"].str());
     CHECK(Json(out.substr(0, out.size() - 1))["response"]["body"]["object"].str() == "response");
-    // What is no batch.
+    // Input that is not a batch.
     for (auto& [text, why] : std::vector<std::pair<std::string, std::string>>{{"nonsense\n", "line 1"}, {"{}\n", "custom_id"}, {batch_row(1, "\"n\": 1") + batch_row(1, "\"n\": 1"), "taken"}, {"\n", "no request"}}) {
         const Json failed(one.wait(one.batch(text), "failed"));
         const std::string message = failed["errors"]["data"][(size_t)0]["message"].str();

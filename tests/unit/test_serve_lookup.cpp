@@ -1,4 +1,4 @@
-// Prompt lookup in the server's engine: an answer that runs alone is what it is without, in every respect.
+// Prompt lookup in the server's engine: an answer that runs alone is the same as without lookup, in every respect.
 #include "model/lookup.h"
 #include "tests/engine.h"
 #include <algorithm>
@@ -24,7 +24,7 @@ static Job repeating_job(Random& random) {
     return job;
 }
 
-// All that a client is told, with the log-probabilities' bits.
+// All data that a client receives, with the log-probabilities' bits.
 static std::string all_told(const Job& job) {
     std::lock_guard lock(job.reply->mutex);
     std::string s;

@@ -1,5 +1,5 @@
-// teach and data/sweep.sh, run as a stranger would: from another folder, with blanks and Chinese in names, stopped and
-// resumed, and with what a stranger gets wrong. The book is tests/fixtures/clock.md; data/teach has answers about it.
+// teach and data/sweep.sh, run as a new user would: from another folder, with blanks and Chinese in names, stopped and
+// resumed, and with a new user's mistakes. The book is tests/fixtures/clock.md; data/teach has answers about it.
 // Environment: QWEN3 names the program (default ./qwen3), beside which train_lora and datagen are.
 #include "model/model_file.h"
 #include "sj.h"
@@ -132,7 +132,7 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(again.out == r.out);
     CHECK(lines(again.err).size() <= 2); // the line about what it takes, and a blank one
 
-    // What it says at last comes from the table: of three questions, and in two sentences.
+    // Its final output comes from the table: of three questions, and in two sentences.
     CHECK(r.out.find("\nIt knows by heart the questions that it learnt (ROUGE-L ") != std::string::npos);
     CHECK(r.out.find(" questions that it did not learn", at) != std::string::npos);
     CHECK(count(r.out, "\nlearnt: ") == 2);
@@ -306,7 +306,7 @@ TEST_CASE("what a stranger gets wrong is one clear line") {
     REQUIRE(teach({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w", "--plan"}, scratch.path).wait().status == 0);
     refused({"other.md", "-o", "w"}, "w: belongs to another book, " + BOOK, to);
 
-    // What the programs find wrong with a model, with options or with a book is shown before anything is asked.
+    // The programs' errors about a model, options or a book are shown before the first request.
     auto said = [&](Strings words, const std::string& program, const std::string& why) {
         Result r = teach(words, scratch.path).wait();
         if (const std::string trying = "teach: trying "; r.err.compare(0, trying.size(), trying) == 0)

@@ -63,7 +63,7 @@ TEST_CASE("a template's thoughts and its system prompt are read from its texts; 
     for (const char* broken : {"{{", "{{ '", "{{ 'a\\", "{{ 'a' + \"b", "}}", "{{}}"}) ChatStyle::of(broken);
 }
 
-// What the model says to "Hi", by the text of its template.
+// The model's answer to "Hi", given the text of its template.
 static Generation said(const std::string& jinja, bool thinking, const std::vector<std::string>& stops = {}) {
     static const Tokenizer t(VOCABULARY);
     const Scratch s;

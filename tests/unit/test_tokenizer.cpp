@@ -125,7 +125,7 @@ static void add_encoding(const Tokenizer& t, const std::string& text, Fnv& ids_h
     ids_hash.add(ids.data(), ids.size() * sizeof(int));
 }
 
-// Of this thread's own time: other programs on the machine do not count.
+// This thread's own CPU time: other programs on the machine do not count.
 template <class F> static double seconds(F f) {
     auto now = [] {
         timespec t;

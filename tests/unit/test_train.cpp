@@ -511,7 +511,7 @@ TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to
     CHECK(result_of(out / "parts") == result_of(out / "whole"));
     CHECK(read_file(out / "parts/best/adapter_model.safetensors") == read_file(out / "whole/best/adapter_model.safetensors"));
     for (const char* field : {"loss", "grad_norm", "lr", "eval_loss", "current_steps", "epoch"}) CHECK(logged(out / "parts", field) == logged(out / "whole", field));
-    // What is finished stays so.
+    // A finished run stays finished.
     train(arguments);
     CHECK(result_of(out / "parts") == result_of(out / "whole"));
     for (const Strings& other : {Strings{"--lr", "1e-3"}, {"--seed", "7"}, {"--batch", "4"}, {"--schedule", "linear"}})
