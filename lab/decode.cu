@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(256) by_rows(const bf16* W, const bf16* x, bf1
 
 // ---- 8 a ring, by cp.async. What is on the way needs no registers: it waits in shared memory. A block a
 // multiprocessor; a warp has rows of its own and a ring of 16 pieces of 512 bytes: 64 KB a multiprocessor, four times
-// what the latency asks for, from the first moment on. A lane reads back what it copied itself, so that nobody waits
+// what the latency asks for, from the first moment on. A lane reads back its own copies, so no thread waits
 // for anybody: no barrier, only its own groups of copies. Predicted: of 8 x 132 warps most have two rows and some one,
 // 97% used; as step 7, and better where a matrix is larger than the registers: 75 to 80%.
 constexpr int PIECE = 256, DEPTH = 16; // numbers: 16 bytes a lane; pieces in a ring

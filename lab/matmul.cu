@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(256) vectors(const float* A, const float* B, f
     write(C, sum, i0, j0, M, N);
 }
 
-// ---- 7 double buffer. In step 6 nobody multiplies while a block waits for memory, except other blocks. With two
+// ---- 7 double buffer. In step 6 only other blocks multiply while a block waits for memory. With two
 // buffers the loads of the next step are asked for before this one's products, arrive in registers meanwhile, and go to
 // the other buffer. One barrier a step is left. Predicted: a few percent, as two blocks a multiprocessor already hide a
 // part.

@@ -7,7 +7,7 @@
 #include <cuda.h>
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define HAVE_HOPPER // wgmma, setmaxnreg: sm_90a only. Elsewhere these functions do nothing, and harness and kernels
-#define HOPPER_ASM(...) asm volatile(__VA_ARGS__) // see to it that nobody calls them.
+#define HOPPER_ASM(...) asm volatile(__VA_ARGS__) // see to it that they are not called.
 #else
 #define HOPPER_ASM(...)
 #endif
@@ -230,7 +230,7 @@ inline CUtensorMap tensor_map(const void* array, int rows, int columns, int box_
     return {(const bf16*)array, rows, columns, box_rows};
 }
 #endif
-// Swizzles count from multiples of 1,024 bytes: who wants such a place asks for 1,024 bytes more.
+// Swizzles count from multiples of 1,024 bytes: to align a place, allocate 1,024 bytes more.
 template <class T> __device__ inline T* aligned_1024(T* p) {
     return (T*)((char*)p + (-(size_t)__cvta_generic_to_shared(p) & 1023));
 }

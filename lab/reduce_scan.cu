@@ -73,7 +73,7 @@ __global__ void tree(const float* in, float* out, int n) {
 }
 
 // ---- 3 a tree of neighbours. One loop is turned round: the first half of the threads add the second half's numbers,
-// then the first quarter. Whole warps work or rest, and nobody diverges until one warp is left; neighbours read
+// then the first quarter. Whole warps work or rest, without divergence until one warp is left; neighbours read
 // neighbouring banks. 12 warps have work in the 8 rounds together, where step 2 has 47 (exercise 3). Predicted: a third
 // less time.
 __global__ void neighbours(const float* in, float* out, int n) {
@@ -103,7 +103,7 @@ __device__ inline float block_sum(float x) { // in every thread
     __shared__ float parts[THREADS / 32];
     // exercise reduce_scan-4: the sum over the block, in every thread: warp_sum() within each warp, then over the
     // warps' sums.
-    // The warps meet in parts[]. A call may follow another: who still reads parts[]?
+    // The warps meet in parts[]. A call may follow another: which threads still read parts[]?
     // instead: return x;
     x = warp_sum(x);
     __syncthreads(); // (all have finished reading the previous call's sums)
@@ -140,7 +140,7 @@ __global__ void several(const float* in, float* out, int n) {
 
 // ---- 6 in one order. Which block's atomic addition comes first differs from run to run, and so does a rounded sum.
 // Here each block leaves its sum in memory, and the last one to arrive adds all up, always in the same order. qwen3.cu
-// does so everywhere. The fence comes before the count: whoever sees the count sees the sum. Predicted: as step 5.
+// does so everywhere. The fence comes before the count: a block that sees the count sees the sum. Predicted: as step 5.
 __global__ void in_order(const float* in, float* out, float* parts, int* arrived, int n) {
     __shared__ int last;
     const float sum = block_sum(add_up(in, n));
@@ -376,9 +376,9 @@ __global__ void scan_tiles(const int* in, const int* sums, int* out, int n) {
 // ---- 11 decoupled look-back (Merrill and Garland, 2016). One kernel, which reads each number once. A block publishes
 // its tile's sum at once, then looks back: it adds up the sums of the tiles before it until it meets one that has
 // published the sum of all up to itself; then it publishes its own such sum. State and value are one word of 64 bits,
-// so that whoever sees the state sees the value. A block draws its tile's number when it starts: so all tiles before it
-// have started, and nobody waits for a block that has no place to run. Predicted: near the ceiling. (By emulation
-// blocks run one after another: nobody has to wait there.)
+// so a block that sees the state sees the value. A block draws its tile's number when it starts: so all tiles before it
+// have started, and no block waits for one that is not resident. Predicted: near the ceiling. (By emulation
+// blocks run one after another: no block has to wait there.)
 enum State : unsigned { NOTHING, OF_TILE, OF_ALL };
 __device__ inline void publish(unsigned long long* status, int tile, State state, int sum) {
     ((volatile unsigned long long*)status)[tile] = (unsigned long long)state << 32 | (unsigned)sum;
