@@ -68,7 +68,8 @@ FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pr
 CPUFLAGS   = -std=c++17 $(OPT) $(FLAGS) -fPIC -I.
 GENCODE    = $(foreach a,$(WANTED),-gencode arch=compute_$(a),code=sm_$(a))
 NVCCFLAGS  = -x cu -std=c++17 -O3 $(GENCODE) $(SPLIT) -I. -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT:-Og=-O1) $(FLAGS) -fPIC))
-MODE       = $(notdir $(firstword $(CXX)))$(if $(CUDA),-cuda)$(PORTABLE:%=-portable)$(TEXT:%=-text)$(SANITIZE:%=-$(SANITIZE))
+KIND       = $(if $(CUDA),-cuda)$(PORTABLE:%=-portable)$(TEXT:%=-text)$(SANITIZE:%=-$(SANITIZE))
+MODE       = $(notdir $(firstword $(CXX)))$(KIND)
 BUILD      = build
 B          = $(BUILD)/$(MODE)
 
@@ -87,7 +88,8 @@ OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$
 LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
-.PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report course course-folder clean cuda-check lab lab-check lab-plots check-env
+.PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
+        course course-folder clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
 portable:
 	@$(MAKE) TEXT=1 text-programs
@@ -174,9 +176,9 @@ $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
 $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
 
-# The study text, its headers and the sources of qwen3 as one file.
-SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp,$(wildcard $(patsubst %,%/*.cpp,base model form search book cli)) \
-             $(wildcard model/*.cu))
+# The study text, its headers and the sources of qwen3 as one file; model/*.cu last, where g++ skips their includes.
+SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp,\
+               $(wildcard $(patsubst %,%/*.cpp,base model form search book cli))) $(wildcard model/*.cu)
 single: $(BUILD)/qwen3_single.cu
 $(BUILD)/qwen3_single.cu: capi/single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
 	@mkdir -p $(BUILD)

@@ -23,7 +23,7 @@ inline bool is_word(uint32_t c) {
            c < 0x1F000 && !is_cjk(c);
 }
 
-// Of valid UTF-8: its code points; their number.
+// The code points of valid UTF-8; their number.
 std::u32string decode(std::string_view valid);
 size_t count_characters(std::string_view valid);
 

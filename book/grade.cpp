@@ -22,7 +22,7 @@ struct Judge {
     curl_slist* headers = json_headers();
     Transfer transfer;
     sj::Doc reply;
-    // Of the current stage.
+    // The current stage's.
     std::unique_ptr<Progress> progress;
     const char* stage = "";
     double begun = 0, end = 0; // its time limit

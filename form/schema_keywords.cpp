@@ -154,7 +154,7 @@ static void check_names(const Keywords& k, size_t most) {
     if (k.properties.size() > most || k.required.size() > most) DIE("the schema is too large: too many properties");
 }
 
-// Of a name repeated within one object, the last schema applies.
+// A name repeated within one object has its last schema.
 void SchemaReader::gather_properties(sj::Value value, sj::Value owner, Keywords& k) {
     if (!value.is(sj::Object)) DIE("properties must be an object");
     k.with_properties = true;

@@ -191,9 +191,9 @@ check/text: CODE = sm_80 sm_89
 check/single: CODE = sm_80
 check/text check/single: check/%:
 	@echo "nvcc $(CODE): qwen3.cu, portable$(if $(filter single,$*),$(comma) as one file)"
-	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(QUICK) -I. -o /dev/null \
-	  $(if $(filter single,$*),-Xcompiler -fopenmp -c $(BUILD)/qwen3_single.cu,-Xcompiler -Wall$(comma)-Wextra$(comma)-Werror$(comma)-fopenmp \
-	  -Werror all-warnings -DQWEN3_GPU -DQWEN3_PORTABLE -DQWEN3_LIBRARY -c qwen3.cu)
+	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(QUICK) -I. \
+	  -o /dev/null $(if $(filter single,$*),-Xcompiler -fopenmp -c $(BUILD)/qwen3_single.cu,\
+	  -Xcompiler -Wall$(comma)-Wextra$(comma)-Werror$(comma)-fopenmp -Werror all-warnings -DQWEN3_GPU -DQWEN3_PORTABLE -DQWEN3_LIBRARY -c qwen3.cu)
 check/single: $(BUILD)/qwen3_single.cu
 check/notes:
 	@echo "nvcc: the code in data/course/notes"

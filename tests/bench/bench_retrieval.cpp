@@ -1,7 +1,7 @@
 // Retrieval: how often the passage that holds an answer is found, and how long an index and a question take.
 //   make build/bench_retrieval; from the repository's root:
 //   build/bench_retrieval recall data/course/notes data/course/exam_qa.jsonl ...   questions with `evidence` FILE:FIRST-LAST
-//   build/bench_retrieval nothing data/course/notes tests/fixtures/everyday.txt    how many of these lines find a passage
+//   build/bench_retrieval nothing data/course/notes tests/fixtures/everyday.txt    counts lines that find a passage
 //   build/bench_retrieval words data/course/notes data/course/exam_qa.jsonl ...    the same words as JSON, for
 //                                                                                  tests/reference/peer_bm25.py
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages
@@ -264,7 +264,8 @@ int main(int argc, char** argv) {
         if (what == "speed" && argc == 4) return speed(argv[2], argv[3]), 0;
         if (what == "vectors" && argc == 4)
             return scan((size_t)parse_integer("N", argv[2], 1, 1 << 26), (size_t)parse_integer("DIMENSIONS", argv[3], 1, 65536)), 0;
-        if ((what != "recall" && what != "words" && what != "nothing") || argc < 4) DIE("see the head of this file for how it is used");
+        if ((what != "recall" && what != "words" && what != "nothing") || argc < 4)
+            DIE("see the head of this file for how it is used");
         const std::string path = format("/tmp/bench_retrieval.%d.index", (int)getpid());
         const Documents documents({argv[2], path, 5}, SILENT);
         const DocumentIndex index(path);

@@ -60,7 +60,8 @@ static float warp_sum(float x) {
 }
 static void settle(float&) {}
 static uint32_t shared_address(const void* p) {
-    if ((const char*)p < dynamic_shared || (const char*)p >= dynamic_shared + sizeof dynamic_shared) std::puts("FALSE: not in shared memory"), std::exit(1);
+    if ((const char*)p < dynamic_shared || (const char*)p >= dynamic_shared + sizeof dynamic_shared)
+        std::puts("FALSE: not in shared memory"), std::exit(1);
     return (uint32_t)((const char*)p - dynamic_shared);
 }
 // A copy comes as late as it may: when it is waited for.

@@ -1063,7 +1063,8 @@ TEST_CASE("a chat in a terminal begins with the model's starters; over a pipe th
     Scratch scratch;
     const std::string model = with_starters(MODEL, {"什么是 warp？", "What is \033[2J?"}, scratch / "m.bin");
     Terminal t({"-z", "tests/fixtures/tiny/tokenizer.bin"}, "dumb", true, "", nullptr, model);
-    CHECK(has(t.all, "/help lists the commands\r\nQuestions that this model knows:\r\n  什么是 warp？\r\n  What is ␛[2J?\r\n"));
+    CHECK(has(t.all, "/help lists the commands\r\nQuestions that this model knows:\r\n"
+                     "  什么是 warp？\r\n  What is ␛[2J?\r\n"));
     CHECK(!has(Terminal({"-z", "tests/fixtures/tiny/tokenizer.bin"}, "dumb").all, "Questions"));
     const Result piped = run({"-z", "tests/fixtures/tiny/tokenizer.bin", "-n", "1"}, "warp?\n", model);
     CHECK(piped.status == 0);

@@ -335,8 +335,8 @@ TEST_CASE("lookup costs no more than a hundredth, whatever steps cost and howeve
     CHECK(with <= 300);
 }
 
-// The same where steps are launched ahead, as on a GPU (GpuDraws in model/draw_ahead.h): two of a token each, or one with proposals,
-// for which those before must have come. What is launched while nothing is under way begins `late`.
+// The same where steps are launched ahead, as on a GPU (GpuDraws in model/draw_ahead.h): two of a token each, or one
+// with proposals, which the steps before must precede. A launch while no step is running begins `late`.
 static double simulated_ahead(double repeats, const std::function<double(int)>& time, double late, int tokens, uint64_t seed) {
     Random random{seed};
     std::vector<int> text;

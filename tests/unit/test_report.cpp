@@ -1,4 +1,4 @@
-// tests/bench/report.sh and report.awk (`make report`): ceilings and shares of recorded outputs (tests/fixtures/report),
+// `make report` (tests/bench/report.sh, report.awk): ceilings and shares of recorded outputs (tests/fixtures/report),
 // computed another way than report.awk does; the script with programs that fail, hang or lack memory.
 #include "sj.h"
 #include "tests/process.h"

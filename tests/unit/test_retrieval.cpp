@@ -1118,7 +1118,8 @@ TEST_CASE("qwen3 --docs: a model that is too small to use passages quotes the be
     };
     const Result one = ask({"-i", "What is a warp?", "--json"});
     REQUIRE(one.status == 0);
-    CHECK(one.err.find("the best passage of --docs is quoted: 0.2 M parameters are too few to use passages\n") != std::string::npos);
+    CHECK(one.err.find("the best passage of --docs is quoted: 0.2 M parameters are too few to use passages\n") !=
+          std::string::npos);
     const Json answer(one.out);
     CHECK(answer["text"].str() == quote);
     CHECK(answer["finish_reason"].str() == "stop");
@@ -1140,7 +1141,8 @@ TEST_CASE("qwen3 --docs: a model that is too small to use passages quotes the be
 
 TEST_CASE("a quote is cut behind a sentence or a line to fit, and ends at a stop string as an answer does") {
     const Tokenizer tokenizer("tests/fixtures/tiny/tokenizer.bin");
-    const Source source = {"a.md", "Warps", "A warp has lanes. It has 32.\n\n```\nint x;\nint y;\n```\n线程束很小。它有 32 个线程。", 1, 2.f};
+    const Source source = {"a.md", "Warps", "A warp has lanes. It has 32.\n\n```\nint x;\nint y;\n```\n"
+                           "线程束很小。它有 32 个线程。", 1, 2.f};
     const std::string end = "\n\n— a.md:1, Warps";
     auto tokens = [&](const std::string& text) { return tokenizer.encode(text, false).size(); };
     const Quote all = quote(source, tokenizer, 1000, {}, 1000);
@@ -1169,17 +1171,21 @@ TEST_CASE("a quote is cut behind a sentence or a line to fit, and ends at a stop
 
 TEST_CASE("a passage with few of the question's words is not shown") {
     Library library;
-    for (int i = 0; i < 40; i++) library.put(format("%d.md", i), format("number%d of a kernel with threads and a common word, long enough to tell", i));
+    for (int i = 0; i < 40; i++)
+        library.put(format("%d.md", i),
+                    format("number%d of a kernel with threads and a common word, long enough to tell", i));
     const Documents docs = library.open();
     CHECK(docs.find("How do I bake a kernel cake with yeast?").empty());
     CHECK(docs.find("What is a kernel?").size() == 4);
     CHECK(docs.find("How long is number7 of the kernels?").size() == 4);
     size_t found = 0, all = 0;
     const Documents notes({"data/course/notes", library.scratch / "notes.index", 4}, [](auto&) {});
-    for (auto& question : lines(read_file("tests/fixtures/everyday.txt"))) all++, found += !notes.find(question).empty();
+    for (auto& question : lines(read_file("tests/fixtures/everyday.txt")))
+        all++, found += !notes.find(question).empty();
     CHECK(all == 100);
     CHECK(found <= 5);
-    for (const char* question : {"什么是 warp？", "什么是共享内存？", "What is CUDA?", "What is coalesced access?"}) CHECK(!notes.find(question).empty());
+    for (const char* question : {"什么是 warp？", "什么是共享内存？", "What is CUDA?", "What is coalesced access?"})
+        CHECK(!notes.find(question).empty());
 }
 
 TEST_CASE("qwen3 --docs: what is wrong is one line") {

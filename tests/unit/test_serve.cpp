@@ -1597,8 +1597,10 @@ TEST_CASE("the page to chat on offers --starter, else the model's own questions,
         CHECK(page.find("data-starters=\"" + wanted + "\"") != std::string::npos);
     }
     const std::string page(MappedFile("server/chat.html").text());
-    for (const char* word : {"warp?", "CUDA", "GPU", "warp？"}) CHECK_MESSAGE(page.find(word) == page.npos, std::string(word));
-    check_refusal(Process(PROGRAM, {MODEL, "--starter", std::string(301, 'a')}).wait(), "serve", "--starter: a question is not 1 to 300 bytes of UTF-8");
+    for (const char* word : {"warp?", "CUDA", "GPU", "warp？"})
+        CHECK_MESSAGE(page.find(word) == page.npos, std::string(word));
+    check_refusal(Process(PROGRAM, {MODEL, "--starter", std::string(301, 'a')}).wait(), "serve",
+                  "--starter: a question is not 1 to 300 bytes of UTF-8");
 }
 
 TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from text to HTML") {
@@ -2102,8 +2104,10 @@ TEST_CASE("documents: a model that is too small quotes the best passage, whole a
     write_file(scratch / "docs/warps.md", "# Warps\n\nA warp has 32 lanes.");
     write_file(scratch / "docs/banks.md", "# Banks\n\nShared memory has banks.");
     const Serving server({"--docs", scratch / "docs", "--index", scratch / "docs.index"});
-    CHECK(server.err.text().find("serve: the best passage of --docs is quoted: 0.2 M parameters are too few to use passages\n") != std::string::npos);
-    const std::string ask = "What is a warp?", quote = "# Warps\n\nA warp has 32 lanes.\n\n— warps.md:1, Warps", off = "\"max_tokens\": 8, \"temperature\": 0, \"use_documents\": false";
+    CHECK(server.err.text().find("serve: the best passage of --docs is quoted: 0.2 M parameters are too few to use "
+                                 "passages\n") != std::string::npos);
+    const std::string ask = "What is a warp?", quote = "# Warps\n\nA warp has 32 lanes.\n\n— warps.md:1, Warps",
+                      off = "\"max_tokens\": 8, \"temperature\": 0, \"use_documents\": false";
     const Json one(server.chat(question(ask, "\"n\": 2")).body), without(server.chat(question(ask, off)).body);
     for (size_t i = 0; i < 2; i++) {
         CHECK(one["choices"][i]["message"]["content"].str() == quote);
@@ -2125,7 +2129,8 @@ TEST_CASE("documents: a model that is too small quotes the best passage, whole a
     const std::string more = "\"max_tokens\": 8, \"temperature\": 0";
     CHECK(content(server.chat(question("unheard-of", more))) == content(server.chat(question("unheard-of", off))));
     const std::string tool = R"(, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}])";
-    for (const std::string& wants : {std::string(", \"logprobs\": true"), tool, std::string(R"(, "guided_choice": ["a", "b"])")}) {
+    for (const std::string& wants : {std::string(", \"logprobs\": true"), tool,
+                                     std::string(R"(, "guided_choice": ["a", "b"])")}) {
         const Json other(server.chat(question(ask, more + wants)).body);
         CAPTURE(wants);
         CHECK(other["choices"].size() == 1);
@@ -2133,12 +2138,14 @@ TEST_CASE("documents: a model that is too small quotes the best passage, whole a
         CHECK(other["sources"].is(sj::Array));
         CHECK(other["sources"].size() == 0);
     }
-    const Json predicted(server.post("/predict", R"({"prompt": ["What is a warp?", "unheard-of", "Which banks?"]})").body);
+    const Json predicted(server.post("/predict",
+                                     R"({"prompt": ["What is a warp?", "unheard-of", "Which banks?"]})").body);
     CHECK(predicted["response"][(size_t)0].str() == quote);
     CHECK(predicted["response"][(size_t)1].str().find("—") == std::string::npos);
     CHECK(predicted["response"][(size_t)2].str() == "# Banks\n\nShared memory has banks.\n\n— banks.md:1, Banks");
     const HttpReply response = server.post("/v1/responses", R"({"model": "tiny", "input": "What is a warp?"})");
-    const HttpReply message = server.post("/v1/messages", R"({"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "What is a warp?"}]})");
+    const HttpReply message = server.post("/v1/messages", R"({"model": "tiny", "max_tokens": 200, )"
+                                          R"("messages": [{"role": "user", "content": "What is a warp?"}]})");
     CHECK(Json(message.body)["content"][(size_t)0]["text"].str() == quote);
     CHECK(Json(message.body)["stop_reason"].str() == "end_turn");
     CHECK(Json(response.body)["output"][(size_t)0]["content"][(size_t)0]["text"].str() == quote);

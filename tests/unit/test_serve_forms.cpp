@@ -602,7 +602,7 @@ TEST_CASE("HTTP: forms of others are made while two addresses ask for hostile on
     std::vector<double> times;
     for (int i = 0; i < 60; i++) {
         const double start = seconds();
-        server.ask(question(format("\"guided_json\": {\"enum\": [\"%d\"]}, \"max_tokens\": 1", i))); // a form not seen before
+        server.ask(question(format("\"guided_json\": {\"enum\": [\"%d\"]}, \"max_tokens\": 1", i))); // a new form
         times.push_back(seconds() - start);
         most = std::max(most.load(), memory());
     }

@@ -135,7 +135,8 @@ TEST_CASE("a tiny model learns 32 rows by heart, and then answers them word for 
 TEST_CASE("--starter: the questions that a chat begins with, in a model, an adapter and all that is made of them") {
     Scratch out;
     const Starters two = {"什么是 \"warp\"？", "What is a bank?"}, other = {"Who?"};
-    const Strings brief = Strings{"--steps", "1", "--batch", "2"} + ONE, asked = {"--starter", two[0], "--starter", two[1]};
+    const Strings brief = Strings{"--steps", "1", "--batch", "2"} + ONE,
+                  asked = {"--starter", two[0], "--starter", two[1]};
     train(Strings{TINY, rows().first, "-o", out / "full", "--full"} + asked + brief);
     const std::string model = out / "full/model.bin";
     CHECK(ModelFile(model).starters == two);
@@ -154,18 +155,25 @@ TEST_CASE("--starter: the questions that a chat begins with, in a model, an adap
     train(Strings{model, rows().first, "-o", out / "o", "--starter", other[0], "--merge", out / "folder"} + brief);
     CHECK(of_adapter("o") == other);
     CHECK(ModelFile(out / "folder").starters == other);
-    train(Strings{model, rows().first, "-o", out / "next", "--adapter-init", out / "o", "--merge", out / "n.bin", "--merge-as", "int8"} + brief);
+    train(Strings{model, rows().first, "-o", out / "next", "--adapter-init", out / "o", "--merge",
+                  out / "n.bin", "--merge-as", "int8"} + brief);
     CHECK(of_adapter("next") == other);
     CHECK(ModelFile(out / "n.bin").starters == other);
-    train({TINY, "--adapter-init", out / "o", "--merge", out / "t.bin", "--starter", two[0], "--starter", two[1], "-j", "1"});
+    train({TINY, "--adapter-init", out / "o", "--merge", out / "t.bin", "--starter", two[0], "--starter", two[1],
+           "-j", "1"});
     CHECK(ModelFile(out / "t.bin").starters == two);
 
-    for (std::string text : {"", "{}", "[1]", "[\"a\"", "[\"\"]", "[\"a\", \"b\", \"c\", \"d\", \"e\", \"f\", \"g\", \"h\", \"i\"]"}) {
+    for (std::string text : {"", "{}", "[1]", "[\"a\"", "[\"\"]",
+                             "[\"a\", \"b\", \"c\", \"d\", \"e\", \"f\", \"g\", \"h\", \"i\"]"}) {
         CAPTURE(text);
-        CHECK_THROWS_WITH_AS(read_starters("m", {{"starters", text}}), doctest::Contains("m: starters in its metadata"), Error);
+        CHECK_THROWS_WITH_AS(read_starters("m", {{"starters", text}}),
+                             doctest::Contains("m: starters in its metadata"), Error);
     }
-    for (std::string bad : {std::string(301, 'a'), std::string("\xff")})
-        check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{TINY, rows().first, "-o", out / "x", "--starter", bad} + ONE).wait(), "train_lora", "--starter: a question is not 1 to 300 bytes");
+    for (std::string bad : {std::string(301, 'a'), std::string("\xff")}) {
+        const Strings words = Strings{TINY, rows().first, "-o", out / "x", "--starter", bad} + ONE;
+        check_refusal(start(program("TRAIN_LORA", "./train_lora"), words).wait(), "train_lora",
+                      "--starter: a question is not 1 to 300 bytes");
+    }
 }
 
 TEST_CASE("merged in float32: the logits of adapter and merged model are the same but for rounding") {
