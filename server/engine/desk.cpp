@@ -5,11 +5,11 @@
 
 namespace server {
 
-void Desk::deliver(Reply& reply, Piece&& piece) {
+void Desk::deliver(Reply& reply, Piece&& piece, double now) {
     if (reply.share && !unsent.add(*reply.share, bytes_of(piece))) reply.cancelled = true;
     std::lock_guard lock(reply.mutex);
-    reply.last = seconds();
-    if (reply.first == 0) reply.first = reply.last;
+    if (reply.first == 0) reply.first = now;
+    reply.last = now;
     reply.left -= piece.finish != nullptr;
     reply.put(std::move(piece));
     if (reply.wake) reply.wake();
@@ -17,7 +17,7 @@ void Desk::deliver(Reply& reply, Piece&& piece) {
 
 bool Desk::submit(std::vector<Job>&& jobs) {
     const auto given = std::stable_partition(jobs.begin(), jobs.end(), [](auto& job) { return !job.given; });
-    for (auto job = given; job != jobs.end(); job++) deliver(*job->reply, Piece(*job->given));
+    for (auto job = given; job != jobs.end(); job++) deliver(*job->reply, Piece(*job->given), seconds());
     jobs.erase(given, jobs.end());
     if (jobs.empty()) return true;
     std::lock_guard lock(mutex);

@@ -27,7 +27,7 @@ struct Desk : Window {
 
     // Adds the jobs of one request. False: no room now. Ready answers go to their reply at once.
     bool submit(std::vector<Job>&& jobs);
-    void deliver(Reply& reply, Piece&& piece);
+    void deliver(Reply& reply, Piece&& piece, double now);
     void place(Job&& job); // `mutex` is held
     size_t answers() const; // `mutex` is held
 

@@ -92,7 +92,8 @@ void Scheduler::tell() {
 }
 
 void Scheduler::deliver() {
-    for (auto& [reply, piece] : outbox) desk.deliver(*reply, std::move(piece));
+    const double now = seconds();
+    for (auto& [reply, piece] : outbox) desk.deliver(*reply, std::move(piece), now);
     outbox.clear();
 }
 
