@@ -1,18 +1,14 @@
 # The test of 60 basic questions (basic_test.jsonl: the right definition; none if the course does not teach the term).
-#     awk -f basic.awk definitions.jsonl basic_test.jsonl > rows.jsonl              rows for `qwen3 --eval`
-#     awk -f basic.awk definitions.jsonl basic_test.jsonl answers.jsonl             counts, and the answers for reading
+#     awk -f json.awk -f basic.awk definitions.jsonl basic_test.jsonl > rows.jsonl     rows for `qwen3 --eval`
+#     awk -f json.awk -f basic.awk definitions.jsonl basic_test.jsonl answers.jsonl    counts, and answers to read
 # An answer is right if it is the definition word for word, in either language; or, if there is none, if it says that
 # the model does not know. Otherwise it is wrong.
-function text(key) {
-    if (!match($0, "\"" key "\": \"([^\"\\\\]|\\\\.)*\"")) return ""
-    return substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)
-}
 FILENAME ~ /definitions/ { zh[text("id")] = text("zh"); en[text("id")] = text("en"); next }
 FILENAME ~ /basic_test/ {
     term[text("id")] = text("term")
     if (ARGC > 3) next
     answer = text("instruction") ~ /[^ -~]/ ? zh[text("term")] : en[text("term")]
-    print "{\"instruction\": \"" text("instruction") "\", \"input\": \"\", \"output\": \"" answer "\", \"id\": \"" text("id") "\"}"
+    print_row(text("instruction"), answer, text("id"))
     next
 }
 {
@@ -25,4 +21,6 @@ FILENAME ~ /basic_test/ {
     unknown += !right && ignorant
     if (!right) print "# " id ": " text("question") " -> " said
 }
-END { if (ARGC > 3) printf "%d questions: %d right, %d wrong, %d not known\n", n, rights, n - rights - unknown, unknown }
+END {
+    if (n) printf "%d questions: %d right, %d wrong, %d not known\n", n, rights, n - rights - unknown, unknown
+}

@@ -1,5 +1,5 @@
 # Training rows that ask for definitions, each in many wordings:
-#     awk -f define.awk basic_test.jsonl gpu_qa.jsonl ... wordings.txt definitions.jsonl unknown_terms.txt
+#     awk -f json.awk -f define.awk basic_test.jsonl gpu_qa.jsonl ... wordings.txt definitions.jsonl unknown_terms.txt
 # wordings.txt is crossed with the names of definitions.jsonl, ASKED[language] rows per term, and with those of
 # unknown_terms.txt, UNKNOWN rows per name, whose answer is that the course does not teach them. A question found in a
 # file before wordings.txt, ignoring case, blanks and punctuation, is skipped: test questions are never trained, and a
@@ -7,20 +7,8 @@
 BEGIN {
     ASKED["zh"] = 40; ASKED["en"] = 28; UNKNOWN = 5
     not_learnt["zh"] = "这个我还没学过。我是一个只学过 GPU 编程课的小演示模型，课上没有讲到的问题答不了。可以问我：“什么是共享内存？”"
-    not_learnt["en"] = "I have not learnt that. I am a small demonstration model that has read one course on GPU programming, and " \
-        "nothing else. You can ask me: \\\"What is shared memory?\\\""
-}
-# The text of a field, as escaped in the JSON.
-function text(key) {
-    if (!match($0, "\"" key "\": \"([^\"\\\\]|\\\\.)*\"")) return ""
-    return substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)
-}
-# Writes the texts of a list to into[1 ...]; returns their number.
-function texts(key, into, n, rest) {
-    if (!match($0, "\"" key "\": \\[(\"([^\"\\\\]|\\\\.)*\"(, )?)*\\]")) return 0
-    rest = substr($0, RSTART + length(key) + 5, RLENGTH - length(key) - 6)
-    for (n = 0; match(rest, /"([^"\\]|\\.)*"/); rest = substr(rest, RSTART + RLENGTH)) into[++n] = substr(rest, RSTART + 1, RLENGTH - 2)
-    return n
+    not_learnt["en"] = "I have not learnt that. I am a small demonstration model that has read one course on GPU " \
+        "programming, and nothing else. You can ask me: \\\"What is shared memory?\\\""
 }
 function plain(question) {
     question = tolower(question)
@@ -30,7 +18,7 @@ function plain(question) {
 function row(question, answer, id) {
     if (plain(question) in taken) return
     taken[plain(question)]
-    print "{\"instruction\": \"" question "\", \"input\": \"\", \"output\": \"" answer "\", \"id\": \"" id "\"}"
+    print_row(question, answer, id)
 }
 # Puts a name into a wording. Between a Chinese and a Latin letter every second question has a blank; every fifth is in
 # lower case.
@@ -46,7 +34,8 @@ function wording(language, i, name, before, after, gap) {
 }
 function define(language, names, asks, n, i) {
     n = texts("names_" language, names)
-    for (i = 1; i <= ASKED[language]; i++) row(wording(language, i * 53 + terms * 37, names[i % n + 1]), text(language), text("id") "-" language i)
+    for (i = 1; i <= ASKED[language]; i++)
+        row(wording(language, i * 53 + terms * 37, names[i % n + 1]), text(language), text("id") "-" language i)
     n = texts("ask_" language, asks)
     for (i = 1; i <= n; i++) row(asks[i], text(language), text("id") "-" language "-ask" i)
 }
@@ -54,7 +43,8 @@ FILENAME ~ /wordings/ { split($0, part, "\t"); wordings[part[1], ++count[part[1]
 FILENAME ~ /definitions/ { terms++; define("zh"); define("en"); next }
 FILENAME ~ /unknown_terms/ {
     split($0, part, "\t")
-    for (i = 1; i <= UNKNOWN; i++) row(wording(part[1], i * 53 + FNR * 37, part[2]), not_learnt[part[1]], "n-" FNR "-" i)
+    for (i = 1; i <= UNKNOWN; i++)
+        row(wording(part[1], i * 53 + FNR * 37, part[2]), not_learnt[part[1]], "n-" FNR "-" i)
     next
 }
 { taken[plain(text("instruction"))] }

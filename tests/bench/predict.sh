@@ -17,13 +17,15 @@ until curl -sf -o "$out/health" "http://127.0.0.1:$port/"; do
     sleep 0.2
 done
 for n in ${SIZES:-193 358 1074}; do
-    awk -v n="$n" '{ q[NR] = $0 } END { printf "{\"prompt\": ["; for (i = 0; i < n; i++) printf "%s%s", i ? ", " : "", q[i % NR + 1]
-        print "]}" }' "$out/questions" >"$out/list.$n"
-    awk -v n="$n" '{ q[NR] = $0 } END { for (i = 0; i < n; i++) printf "{\"custom_id\": \"%d\", \"method\": \"POST\", \"url\": " \
-        "\"/v1/chat/completions\", \"body\": {\"messages\": [{\"role\": \"user\", \"content\": %s}], \"max_tokens\": 384, " \
-        "\"temperature\": 0, \"chat_template_kwargs\": {\"enable_thinking\": false}}}\n", i, q[i % NR + 1] }' "$out/questions" >"$out/batch.$n"
+    awk -v n="$n" '{ q[NR] = $0 } END { for (i = 0; i < n; i++) print q[i % NR + 1] }' "$out/questions" >"$out/asked"
+    awk 'BEGIN { printf "{\"prompt\": [" } { printf "%s%s", (NR > 1 ? ", " : ""), $0 } END { print "]}" }' "$out/asked" \
+        >"$out/list.$n"
+    awk '{ printf "{\"custom_id\": \"%d\", \"method\": \"POST\", \"url\": \"/v1/chat/completions\", \"body\": ", NR
+           printf "{\"messages\": [{\"role\": \"user\", \"content\": %s}], \"max_tokens\": 384, \"temperature\": 0, ", $0
+           print "\"chat_template_kwargs\": {\"enable_thinking\": false}}}" }' "$out/asked" >"$out/batch.$n"
     for round in $(seq 0 "${ROUNDS:-3}"); do
-        seconds=$(curl -sf -o "$out/predict.$n" -w '%{time_total}' -H 'Content-Type: application/json' -d @"$out/list.$n" "http://127.0.0.1:$port/predict")
+        seconds=$(curl -sf -o "$out/answers" -w '%{time_total}' -H 'Content-Type: application/json' \
+            -d @"$out/list.$n" "http://127.0.0.1:$port/predict")
         [ "$round" = 0 ] || echo "predict $n $seconds"
     done
 done
