@@ -140,6 +140,7 @@ void Exchange::check_head() {
     }
     if (open || method == "OPTIONS") return;
     caller = key();
+    if (!server.options.keys.empty()) peer.key = caller;
     upload.who = unsent->who = fnv1a(&caller, sizeof caller, peer.address);
 }
 

@@ -125,15 +125,18 @@ void Server::start() {
     if (!daemon) DIE("--port %d on %s: %s", options.port, options.host.c_str(), strerror(errno));
 }
 
-// Closes the connections that have been idle for longest, of the address with the most idle ones. So the idle
-// connections of one address do not keep others out.
+// Closes the connections that have been idle for longest, of the address or key with the most idle ones. So the idle
+// connections of one client do not keep others out.
 void Server::make_room(const Peer* latest) {
     using Idle = std::vector<std::pair<double, Peer*>>; // idle since
-    std::map<uint64_t, Idle> of_address;
-    for (Peer* peer : peers)
-        if (peer != latest && peer->idle() && !peer->dropped) of_address[peer->address].push_back({peer->since, peer});
+    std::map<std::pair<bool, uint64_t>, Idle> groups;   // (by its key, or by its address)
+    for (Peer* peer : peers) {
+        if (peer == latest || !peer->idle() || peer->dropped) continue;
+        groups[{false, peer->address}].push_back({peer->since, peer});
+        if (peer->key) groups[{true, peer->key}].push_back({peer->since, peer});
+    }
     Idle* most = nullptr;
-    for (auto& [address, idle] : of_address)
+    for (auto& [group, idle] : groups)
         if (!most || idle.size() > most->size()) most = &idle;
     if (!most) return;
     std::sort(most->begin(), most->end());

@@ -34,7 +34,8 @@ struct Log;
 // A connection, for watch(). The Server's `mutex` guards `exchange` and `probed`.
 struct Peer {
     int fd;
-    uint64_t address;                                    // its hash; for IPv6, of its network
+    const uint64_t address;                              // its hash; for IPv6, of its network
+    std::atomic<uint64_t> key{0};                        // the number of its latest request's key; 0: none
     enum Phase { WAITING, READING, WORKING, ANSWERING }; // WORKING: the server works on the request; the peer waits
     std::atomic<Phase> phase{WAITING};
     std::atomic<double> since{seconds()};

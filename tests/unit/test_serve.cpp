@@ -1906,6 +1906,23 @@ TEST_CASE("idle connections of one address keep neither others nor itself out") 
     }
 }
 
+TEST_CASE("idle connections of one key do not keep others out, whatever their addresses") {
+    const MemoryFile keys("a-key many\nb-key few\n");
+    Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd)}, [] { // with room for 128 connections
+        const rlimit few = {256, 256};
+        setrlimit(RLIMIT_NOFILE, &few);
+    });
+    auto lists = [](Http& h, const char* key) { return h.call("GET", "/v1/models", "", format("Authorization: Bearer %s\r\n", key)).status; };
+    std::vector<std::unique_ptr<Http>> few, many;
+    for (int i = 0; i < 8; i++) few.push_back(std::make_unique<Http>(server.port, "127.0.0.1", 0, "127.0.0.2")); // more than any address of the others
+    for (auto& h : few) CHECK(lists(*h, "b-key") == 200);
+    for (int i = 0; i < 300; i++) {
+        many.push_back(std::make_unique<Http>(server.port, "127.0.0.1", 0, format("127.0.1.%d", i % 100).c_str()));
+        REQUIRE(lists(*many.back(), "a-key") == 200);
+    }
+    for (auto& h : few) CHECK(lists(*h, "b-key") == 200);
+}
+
 TEST_CASE("a client that has closed its half gets its answer") {
     Serving server({"--max-seqs", "1"});
     Http blocks(server.port), whole(server.port), stream(server.port), gone(server.port);
