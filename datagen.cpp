@@ -44,77 +44,78 @@ struct Command {
 };
 static const Command COMMANDS[] = {
     {"chunk", "BOOK...", "--characters --tokens --overlap --clean -z", 1, SIZE_MAX, run_chunk,
-     "cuts books into chunks at headings, paragraphs and sentences. Markdown and text in UTF-8; PDF where\n"
-     "pdftotext (poppler-utils) is installed, HTML, EPUB, DOCX and ODT where pandoc is"},
+     "cuts books into chunks at headings, paragraphs and sentences. Reads Markdown and text in UTF-8; PDF\n"
+     "needs pdftotext (poppler-utils); HTML, EPUB, DOCX and ODT need pandoc"},
     {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
-     run_prompt, "makes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
+     run_prompt, "writes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
     {"generate", "requests.jsonl",
      "--url --key-env --model --parallel --timeout --retries --journal --again --dropped", 1, 1, run_generate,
-     "asks an OpenAI-compatible endpoint (--url URL, --key-env NAME of the variable with the key)"},
+     "sends the requests to an OpenAI-compatible endpoint (--url URL, --key-env VARIABLE)"},
     {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,
-     "makes Alpaca rows of the replies (--chunks chunks.jsonl)"},
+     "turns the replies into Alpaca rows (--chunks chunks.jsonl)"},
     {"filter", "qa.jsonl", "--chunks --terms --skip --lang -z --dropped", 1, 1, run_filter,
-     "keeps the good rows, once (--chunks chunks.jsonl compares answers with their source)"},
+     "drops bad and duplicate rows (--chunks chunks.jsonl compares answers with their source)"},
     {"split", "clean.jsonl", "--test --seed --drop-leaks --dropped", 1, 1, run_split,
-     "writes train.jsonl and test.jsonl (--test N rows) into the folder -o, by chunk; measures leakage"},
+     "splits rows by chunk into train.jsonl and test.jsonl (--test N rows) in the folder -o; reports leakage"},
     {"pack", "rows.jsonl out.bin", "-z --max-len --over --info --name --dropped", 2, 2, run_pack,
-     "tokenizes; also reads dataset_info.json (--name NAME)"},
-    {"unpack", "data.bin", "-z", 1, 1, run_unpack, "the rows of a dataset as JSONL"},
-    {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "rows, tokens, lengths, difficulties by chapter"},
+     "tokenizes rows for train_lora; also reads dataset_info.json (--name NAME)"},
+    {"unpack", "data.bin", "-z", 1, 1, run_unpack, "prints the rows of a packed dataset as JSONL"},
+    {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "prints rows, tokens, lengths and difficulties by chapter"},
     {"grade", "QUESTIONS", "--url --mode --health-limit --predict-limit --least --json -z", 1, 1, run_grade,
-     "asks a server as a course's judge does, and grades: limits, tokens a second, ROUGE-L (rows of JSON; text or\n"
-     "DOCX with 问题： and 答案：). Exit status 0: passed, 1: failed"},
+     "grades a server as a course's judge does: time limits, tokens per second, ROUGE-L. Reads rows of JSON, text\n"
+     "or DOCX with 问题： and 答案：. Exit status 0: passed, 1: failed"},
 };
 
 // The help of each option; Arguments::given holds it under its first name. Some defaults come from limits.txt: a test
 // checks that the two agree.
 static std::vector<Option> option_table(Arguments& a) {
     std::vector<Option> table = {
-        {"-o", "--output", "FILE", "default: standard output. split: a folder (default: this one)", {}},
-        {"-z", "--tokenizer", "FILE", "default: tokenizer.bin in this folder or beside the program", {}},
-        {"", "--data", "DIR", "limits, patterns and prompts (default: data/datagen here or beside the\nprogram)", {}},
-        {"", "--dropped", "FILE", "what is not passed on, and why (default: INPUT.dropped)", {}},
-        {"", "--characters", "N", "of a chunk, at most (default 3500)", {}},
-        {"", "--tokens", "N", "the same in tokens, instead of --characters", {}},
-        {"", "--overlap", "N", "characters that a chunk repeats of the one before (default 200)", {}},
-        {"", "--clean", "auto|yes|no", "whether page numbers, running heads and feet, page breaks and hyphens at\n"
-         "line ends go; auto (the default): where the text was a PDF", {}},
-        {"", "--model", "NAME", "that is asked (default: what the requests name; generate: else the\n"
+        {"-o", "--output", "FILE", "output (default: standard output; split: a folder, default: this one)", {}},
+        {"-z", "--tokenizer", "FILE", "tokenizer (default: tokenizer.bin in this folder or beside the program)", {}},
+        {"", "--data", "DIR", "limits, patterns and prompts (default: data/datagen here or beside the\n"
+         "program)", {}},
+        {"", "--dropped", "FILE", "rejected input, with reasons (default: INPUT.dropped)", {}},
+        {"", "--characters", "N", "longest chunk in characters (default 3500)", {}},
+        {"", "--tokens", "N", "longest chunk in tokens, instead of --characters", {}},
+        {"", "--overlap", "N", "characters repeated from the chunk before (default 200)", {}},
+        {"", "--clean", "auto|yes|no", "remove page numbers, running heads, page breaks and hyphens at line\n"
+         "ends; auto (default): if the text comes from a PDF", {}},
+        {"", "--model", "NAME", "model to ask (default: the one in the requests; generate: else the\n"
          "endpoint's only one)", {}},
-        {"", "--max-tokens", "N", "of a reply, at most; 0: no limit (default: 400, 700, 1500 for each easy,\n"
-         "medium, hard question of the request)", {}},
-        {"", "--subject", "TEXT", "what the book is about (default: the templates do not say)", {}},
-        {"", "--examples", "DIR|none", "en/easy.json and so on in DIR: examples for the templates (default: of\n"
-         "several everyday subjects)", {}},
-        {"", "--lang", "NAME", "prompt: language of the templates (default: each chunk's); filter: zh or\n"
-         "en, the language of the rows (default: what each row says)", {}},
-        {"", "--chapter-quota", "N", "questions a chapter, at most (default: no limit)", {}},
+        {"", "--max-tokens", "N", "longest reply in tokens; 0: no limit (default: 400, 700, 1500 for each\n"
+         "easy, medium, hard question)", {}},
+        {"", "--subject", "TEXT", "subject of the book, for the templates (default: not stated)", {}},
+        {"", "--examples", "DIR|none", "folder with examples for the templates, such as en/easy.json (default:\n"
+         "examples of several everyday subjects)", {}},
+        {"", "--lang", "NAME", "prompt: language of the templates (default: that of each chunk); filter:\n"
+         "language of the rows, zh or en (default: as each row states)", {}},
+        {"", "--chapter-quota", "N", "most questions per chapter (default: no limit)", {}},
         {"", "--url", "URL", "generate: an OpenAI-compatible endpoint, with or without /v1; grade: the\n"
-         "server that is graded; needed", {}},
-        {"", "--key-env", "NAME", "of the variable with the API key (default: no key is sent)", {}},
+         "server to grade; needed", {}},
+        {"", "--key-env", "NAME", "environment variable with the API key (default: no key is sent)", {}},
         {"", "--parallel", "N", "requests at once (default 8)", {}},
-        {"", "--timeout", "SECONDS", "for a reply (default 300)", {}},
-        {"", "--retries", "N", "of a request that failed (default 6)", {}},
-        {"", "--journal", "FILE", "where replies go as they come (default: INPUT.journal)", {}},
-        {"", "--again", "FILE", "what collect dropped: replies without a question are asked again (default:\nnone is)", {}},
-        {"", "--chunks", "FILE", "what `chunk` wrote: the source of each row (collect needs it; filter's\n"
-         "default: answers are not compared with their source)", {}},
-        {"", "--terms", "FILE|auto", "terms of the subject, one of which a row has to name; auto takes them\n"
-         "from the chunks (default: none, and the rule is off)", {}},
-        {"", "--skip", "RULE,...", "rules that are turned off (default: none)", {}},
+        {"", "--timeout", "SECONDS", "seconds to wait for a reply (default 300)", {}},
+        {"", "--retries", "N", "retries per failed request (default 6)", {}},
+        {"", "--journal", "FILE", "file that stores each reply at once (default: INPUT.journal)", {}},
+        {"", "--again", "FILE", "collect's dropped file: ask unusable replies again (default: off)", {}},
+        {"", "--chunks", "FILE", "output of `chunk`: the source of each row (needed by collect; filter's\n"
+         "default: do not compare answers with their source)", {}},
+        {"", "--terms", "FILE|auto", "require one of these terms in each row; auto: take the terms from the\n"
+         "chunks (default: off)", {}},
+        {"", "--skip", "RULE,...", "rules to turn off (default: none)", {}},
         {"", "--test", "N", "rows of the test set; needed", {}},
-        {"", "--seed", "N", "of the split (default 0)", {}},
-        {"", "--drop-leaks", "", "leaves out the rows of train that test rows share text with", {}},
-        {"", "--max-len", "N", "tokens of a row, at most (default 512)", {}},
-        {"", "--over", "drop|refuse", "what becomes of longer rows (default: drop)", {}},
+        {"", "--seed", "N", "seed of the split (default 0)", {}},
+        {"", "--drop-leaks", "", "drop training rows that share text with test rows", {}},
+        {"", "--max-len", "N", "longest row in tokens (default 512)", {}},
+        {"", "--over", "drop|refuse", "longer rows: drop or refuse (default: drop)", {}},
         {"", "--info", "FILE", "dataset_info.json to write, or none (default: beside the rows)", {}},
-        {"", "--mode", "ok|batch|both", "questions one at a time, in one list, or both (default: what the server's\n"
-         "status says)", {}},
-        {"", "--health-limit", "SECONDS", "until the server is ready (default 420)", {}},
-        {"", "--predict-limit", "SECONDS", "for all answers (default 360)", {}},
-        {"", "--least", "X", "ROUGE-L that passes (default 0.35)", {}},
-        {"", "--json", "FILE", "all of it and each answer as one JSON object (default: none is written)", {}},
-        {"", "--name", "NAME", "of the dataset in dataset_info.json; needed to read one", {}},
+        {"", "--mode", "ok|batch|both", "ask one question at a time, all in one list, or both (default: as the\n"
+         "server's status says)", {}},
+        {"", "--health-limit", "SECONDS", "seconds until the server must be ready (default 420)", {}},
+        {"", "--predict-limit", "SECONDS", "seconds for all answers (default 360)", {}},
+        {"", "--least", "X", "lowest ROUGE-L that passes (default 0.35)", {}},
+        {"", "--json", "FILE", "write the report and each answer as one JSON object (default: off)", {}},
+        {"", "--name", "NAME", "name of the dataset in dataset_info.json; needed to read one", {}},
     };
     for (auto& o : table)
         o.set = [&a, key = std::string(*o.brief ? o.brief : o.name)](const char*, const char* v) { a.given[key] = v; };
@@ -135,10 +136,9 @@ static std::string usage() {
     }
     all += format("  %-9s%-20s %s\n           %s\n", "score", "answers.jsonl reference.jsonl",
                   "--train --compat --json --seed --dict",
-                  "ROUGE, BLEU-4, key facts and choices of answers, with 95% intervals");
+                  "scores answers: ROUGE, BLEU-4, key facts, multiple choice, with 95% intervals");
     Arguments none;
-    all += "\nEvery command: -o FILE, --data DIR, and --help for its own options. A file that is read once may be -,\n"
-           "which is standard input.\n";
+    all += "\nEvery command takes -o FILE, --data DIR and --help. - as an input file is standard input.\n";
     return all + help_text(option_table(none));
 }
 

@@ -117,66 +117,72 @@ static std::vector<Option> option_table(Options& o) {
         };
     };
     std::vector<Option> table = {
-        {"", "--host", "ADDRESS", "default 127.0.0.1: this machine only", file_name(o.server.host)},
-        {"-P", "--port", "N", "default 8000; 0 takes a free one", whole(o.server.port, 0, 65535)},
-        {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed where the\n"
+        {"", "--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", file_name(o.server.host)},
+        {"-P", "--port", "N", "port (default 8000; 0: any free port)", whole(o.server.port, 0, 65535)},
+        {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed if the\n"
          "model's folder says so, else generate)", list(o.tasks)},
-        {"", "--name", "NAME", "the model's, for requests (default: its file's)", text(o.name)},
-        {"-c", "--ctx", "N", "tokens of a prompt and its answer (default: the model's limit, as\nfar as the KV cache holds it)",
+        {"", "--name", "NAME", "model name in requests (default: its file's name)", text(o.name)},
+        {"-c", "--ctx", "N", "longest prompt plus answer in tokens (default: the model's limit, as far\n"
+         "as the KV cache allows)",
          whole(o.engine.context, 2, INT_MAX)},
-        {"", "--max-seqs", "N", "answers at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
-        {"", "--max-queue", "N", "answers that may wait (default 1024); beyond it requests get status\n"
-         "429, unless their API key has less than its share of the queue", whole(o.max_queue, 0, 1 << 20)},
-        {"", "--kv-memory", "GB", "of the KV cache (default: CPU a quarter of the memory at most, GPU\nnearly all)",
+        {"", "--max-seqs", "N", "answers generated at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
+        {"", "--max-queue", "N", "answers that may wait (default 1024); further requests get status 429,\n"
+         "except for API keys below their share of the queue", whole(o.max_queue, 0, 1 << 20)},
+        {"", "--kv-memory", "GB", "size of the KV cache (default: CPU at most a quarter of memory, GPU\n"
+         "nearly all free memory)",
          gigabytes(o.engine.kv_bytes)},
-        {"", "--chunk", "N", "tokens of prompts in a step that others wait for (default: as many as\n"
-         "keep it within 1.7 times a step without them)", whole(o.engine.chunk, 1, 65536)},
-        {"", "--gpus", "N", "of this host: an engine each (with -d cpu N engines on the CPU)", whole(o.gpus, 1, 64)},
-        o.one_kernel_option("on a GPU: a step of up to 8 answers is one kernel (default: on\n"
-                            "Hopper, if a tenth of the free memory holds its copy of the weights)"),
-        {"", "--lookup", "N", "of an answer that runs alone: what followed its latest words before\n"
-         "is computed with the next token, N tokens at most (up to 7), while it\n"
-         "pays; the answer is the same (default: 7; on a GPU only if a token\nis one kernel)",
+        {"", "--chunk", "N", "most prompt tokens in a step that also decodes (default: such a step\n"
+         "takes at most 1.7 times as long as without them)", whole(o.engine.chunk, 1, 65536)},
+        {"", "--gpus", "N", "GPUs of this host, one engine each (with -d cpu N CPU engines)", whole(o.gpus, 1, 64)},
+        o.one_kernel_option("on a GPU: compute a step of up to 8 answers with one kernel (default: on\n"
+                            "Hopper, if its copy of the weights fits a tenth of the free memory)"),
+        {"", "--lookup", "N", "speculation for an answer that runs alone: propose up to N (at most 7)\n"
+         "tokens that followed the latest ones earlier and verify them in one\n"
+         "step; answers do not change (default 7; on a GPU only with one kernel\n"
+         "per token)",
          whole(o.lookup, 0, LookUp::MOST)},
-        {"", "--jump-ahead", "N", "where a form leaves no choice about N tokens or more, they are taken at\n"
-         "once (default: CPU 2, GPU 0; 0: never, they cost a step each)", whole(o.jump, 0, 512)},
-        {"-y", "--system", "TEXT", "system prompt of conversations that have none", text(o.system)},
-        {"-r", "--think", "0|1", "whether the model thinks first where a request does not say\n(default 0)",
+        {"", "--jump-ahead", "N", "structured output: append N or more tokens without the model if only\n"
+         "one continuation is valid (default: CPU 2, GPU 0; 0: never)", whole(o.jump, 0, 512)},
+        {"-y", "--system", "TEXT", "system prompt of conversations without one", text(o.system)},
+        {"-r", "--think", "0|1", "thinking unless a request sets it (default 0)",
          whole(o.think, 0, 1)},
-        {"", "--docs", "PATH", "chats are answered from a file or a folder of text: with a question go\n"
-         "the passages that it is about, unless a request says use_documents: false", file_name(o.documents.docs)},
+        {"", "--docs", "PATH", "retrieval: adds passages of a text file or folder to each chat, unless a\n"
+         "request sets use_documents: false", file_name(o.documents.docs)},
     };
     add_document_options(table, o.documents);
     const std::vector<Option> more = {
-        {"", "--api-key-file", "FILE", "a key a line, behind it maybe a name for the log; requests must\nhave one of them", file_name(o.key_file)},
-        {"", "--deadline", "SECONDS", "for a request to come in (default 60); half of it without a byte, five\n"
-         "times of it to fetch an answer: then the connection is closed", whole(o.server.deadline, 1, 86400)},
-        {"", "--drain-seconds", "N", "for what is under way when a signal comes (default 300)",
+        {"", "--api-key-file", "FILE", "one API key per line, optionally followed by a name for the log;\n"
+         "requests must carry one of them", file_name(o.key_file)},
+        {"", "--deadline", "SECONDS", "time limit of receiving a request (default 60); connections close after\n"
+         "half of it without a byte, answers not fetched after five times of it", whole(o.server.deadline, 1, 86400)},
+        {"", "--drain-seconds", "N", "time limit of finishing requests after a signal (default 300)",
          whole(o.server.drain, 0, 86400)},
-        {"", "--cors", "ORIGIN", "a web site whose scripts may call; may be repeated", list(o.server.origins)},
-        {"", "--predict-status", "NAME", "of GET / for programs: batch (default: all questions in one request to\n"
-         "/predict) or ok (one at a time)", one_of(o.server.predict_status, {"batch", "ok"})},
-        {"", "--predict-system", "FILE", "system prompt of /predict (default: --system's)", text_file(o.predict_system)},
-        {"", "--predict-max-tokens", "N", "of an answer to /predict (default 384)", whole(o.predict_tokens, 1, INT_MAX)},
-        {"", "--files", "DIR", "offers OpenAI's Files and Batches, which are kept in this folder",
+        {"", "--cors", "ORIGIN", "web origin whose scripts may call; may be repeated", list(o.server.origins)},
+        {"", "--predict-status", "NAME", "status in GET / for programs: batch (default: all questions in one\n"
+         "request to /predict) or ok (one at a time)", one_of(o.server.predict_status, {"batch", "ok"})},
+        {"", "--predict-system", "FILE", "system prompt of /predict (default: as --system)", text_file(o.predict_system)},
+        {"", "--predict-max-tokens", "N", "longest answer of /predict in tokens (default 384)", whole(o.predict_tokens, 1, INT_MAX)},
+        {"", "--files", "DIR", "folder of OpenAI's Files and Batches; without it they are off",
          file_name(o.server.files)},
-        {"", "--allow-adapter-loading", "", "clients may load adapters from this machine's folders, and unload them",
+        {"", "--allow-adapter-loading", "", "let clients load and unload adapters from this machine's folders",
          flag(o.server.swaps)},
-        {"", "--adapter-memory", "GB", "of adapters' files, all together, when clients load more (default: of\n"
-         "what is free at the start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
-        {"", "--title", "TEXT", "name of the page to chat on (default Warp)", text(o.server.title)},
-        {"", "--starter", "TEXT", "a question that this page offers; may be repeated (default: the model's)",
+        {"", "--adapter-memory", "GB", "most memory for adapters that clients load (default: of the memory free\n"
+         "at start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
+        {"", "--title", "TEXT", "title of the chat page (default Warp)", text(o.server.title)},
+        {"", "--starter", "TEXT", "question suggested on the chat page; may be repeated (default: the\n"
+         "model's)",
          list(o.server.starters)},
-        {"-b", "--batch", "FILE", "OpenAI's Batch format instead of HTTP; interrupted, the same command\ngoes on",
+        {"-b", "--batch", "FILE", "answer a file in OpenAI's Batch format instead of serving HTTP; the same\n"
+         "command resumes an interrupted run",
          file_name(o.batch)},
-        {"-o", "--output", "FILE", "where the answers of --batch go", file_name(o.output)},
+        {"-o", "--output", "FILE", "output of --batch", file_name(o.output)},
     };
     table.insert(table.end(), more.begin(), more.end());
     o.add_to(table, true);
     for (Option& row : table)
         if (strcmp(row.name, "--adapter") == 0)
-            row = {"", "--adapter", "NAME=DIR", "a LoRA adapter in PEFT's format, which requests name as their\n"
-                   "model; may be repeated. DIR alone: for all requests",
+            row = {"", "--adapter", "NAME=DIR", "LoRA adapter in PEFT's format; requests name it as their model; may be\n"
+         "repeated. DIR alone: for all requests",
                    [&o](const char* option, const char* v) { add_adapter(o, option, v); }};
     return table;
 }

@@ -25,11 +25,11 @@ static std::string score_usage() {
     return "usage: datagen score ANSWERS.jsonl REFERENCE.jsonl [options]\n\n"
            "rouge-1, 2, l   rouge_chinese's F1 over jieba's words\n"
            "bleu-4-char     nltk's sentence BLEU over characters\n"
-           "rouge-score     rougeL of Google's rouge_score over jieba's words: it counts words of ASCII only\n"
-           "bleu-4-word     sacrebleu's sentence BLEU over words (13a), of rows in a language with spaces\n"
-           "facts           the share of a row's `facts` that stand in the answer\n"
-           "choice          rows with `choices` and `choice`: the right letter; such a row has no other number\n"
-           "All in percent, means over rows, with 95% intervals.\n\n";
+           "rouge-score     rougeL of Google's rouge_score over jieba's words: counts ASCII words only\n"
+           "bleu-4-word     sacrebleu's sentence BLEU over words (13a), for languages with spaces\n"
+           "facts           share of a row's `facts` found in the answer\n"
+           "choice          rows with `choices` and `choice`: right letters; these rows have no other score\n"
+           "All scores are means over rows in percent, with 95% intervals.\n\n";
 }
 
 int score_main(int argc, char** argv) {
@@ -38,12 +38,12 @@ int score_main(int argc, char** argv) {
     bool compat = false, json = false, help = false;
     uint64_t seed = 0;
     const std::vector<Option> options = {
-        {"", "--train", "FILE", "training rows, for the nearest training answer", file_name(train_path)},
-        {"", "--compat", "", "blank lines count, as the original tools have it", flag(compat)},
-        {"", "--json", "", "one JSON object", flag(json)},
-        {"", "--seed", "N", "of the resamples that the intervals come from: 0", whole(seed, 0, INT64_MAX)},
-        {"", "--dict", "FILE", "default: data/datagen/jieba.bin beside the program or in this folder", file_name(dict)},
-        {"-h", "--help", "", "this text", flag(help)}};
+        {"", "--train", "FILE", "training rows, to report the nearest training answer", file_name(train_path)},
+        {"", "--compat", "", "count blank lines, as the original tools do", flag(compat)},
+        {"", "--json", "", "print one JSON object", flag(json)},
+        {"", "--seed", "N", "seed of the bootstrap for the intervals (default 0)", whole(seed, 0, INT64_MAX)},
+        {"", "--dict", "FILE", "dictionary (default: data/datagen/jieba.bin beside the program or here)", file_name(dict)},
+        {"-h", "--help", "", "print this text", flag(help)}};
     const std::vector<std::string> files = parse(options, argc, argv);
     if (help) return print_help(usage.c_str(), options), 0;
     if (files.size() != 2) DIE("%s", usage.substr(0, usage.find('\n')).c_str());
@@ -103,8 +103,7 @@ int score_main(int argc, char** argv) {
     }
     w.end().end();
     if (json) text = w.text + "\n";
-    if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0)
-        DIE("standard output: %s", strerror(errno));
+    write_stdout(text);
     return 0;
 }
 

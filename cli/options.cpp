@@ -45,91 +45,93 @@ static std::vector<Option> option_table(Options& o) {
     std::vector<Option> table = {
         {"-i", "--input", "TEXT", "the question; - reads it from standard input", given(o.input, o.has_input)},
         {"-y", "--system", "TEXT", "system prompt", text(o.system)},
-        {"-r", "--think", "0|1", "let the model think first (default 0; 1 where it always thinks)",
+        {"-r", "--think", "0|1", "let the model think first (default 0; 1 for models that always think)",
          whole(o.think, 0, 1)},
-        {"-t", "--temp", "X", "temperature (default 0.7, thinking 0.6); 0 takes the likeliest token",
+        {"-t", "--temp", "X", "temperature (default 0.7, thinking 0.6); 0: always the likeliest token",
          number(o.temperature, 0, 100)},
-        {"-k", "--top-k", "N", "draw among the N likeliest (default 20); 0 is off", whole(o.top_k, 0, INT_MAX)},
-        {"-p", "--top-p", "X", "... that together have probability X (default 0.8, thinking 0.95);\n1 is off",
+        {"-k", "--top-k", "N", "sample from the N likeliest tokens (default 20); 0: off", whole(o.top_k, 0, INT_MAX)},
+        {"-p", "--top-p", "X", "... from the likeliest that reach a total probability of X (default\n"
+         "0.8, thinking 0.95); 1: off",
          number(o.top_p, 0, 1)},
-        {"", "--min-p", "X", "... and at least X times that of the likeliest (default 0)", number(o.min_p, 0, 1)},
-        {"", "--repeat-penalty", "X", "divides the logits of ids in prompt and answer (default 1: off)",
+        {"", "--min-p", "X", "... that are at least X times as probable as the likeliest (default 0)", number(o.min_p, 0, 1)},
+        {"", "--repeat-penalty", "X", "divides the logits of tokens in the prompt and the answer\n"
+         "(default 1: off)",
          number(o.repeat, 0.01, 100)},
-        {"", "--presence-penalty", "X", "is subtracted once for ids in the answer (default 0)",
+        {"", "--presence-penalty", "X", "subtracted once from the logit of a token in the answer (default 0)",
          number(o.presence, -100, 100)},
-        {"", "--frequency-penalty", "X", "is subtracted for each time (default 0)", number(o.frequency, -100, 100)},
+        {"", "--frequency-penalty", "X", "subtracted once per occurrence (default 0)", number(o.frequency, -100, 100)},
         {"", "--stop", "TEXT", "ends the answer before this text; may be repeated", list(o.stops)},
-        {"-s", "--seed", "N", "seed of the draws (default random, printed)",
+        {"-s", "--seed", "N", "seed of the sampler (default: random, printed)",
          [&o](const char* option, const char* v) { parse_seed(o, option, v); }},
-        {"-n", "--max-tokens", "N", "tokens of the answer (default: to the end of the context)",
+        {"-n", "--max-tokens", "N", "longest answer in tokens (default: up to the end of the context)",
          whole(o.max_tokens, 0, INT_MAX)},
-        {"", "--lookup", "N", "what followed the latest words before is computed with the next\n"
-         "token, N tokens at most (up to 7), while it pays; the answer is the\n"
-         "same (default 7; on a GPU only where a token is one kernel, or with\n"
-         "--invariant, and then by default 0)",
+        {"", "--lookup", "N", "speculation: when the latest tokens stood earlier in the text, propose\n"
+         "up to N (at most 7) tokens that followed there and verify them in one\n"
+         "step; answers do not change (default 7; on a GPU 7 only with one\n"
+         "kernel per token; with --invariant the default is 0)",
          whole(o.lookup, 0, LookUp::MOST)},
-        {"-c", "--ctx", "N", "context in tokens (default 4096, or the model's limit if that is less)",
+        {"-c", "--ctx", "N", "context length in tokens (default 4096, or the model's limit if lower)",
          whole(o.context, 1, INT_MAX)},
-        {"", "--docs", "PATH", "answers from a file or a folder of text: with a question go the passages\n"
-         "that it is about", file_name(o.documents.docs)},
+        {"", "--docs", "PATH", "retrieval: adds passages of a text file or folder to each question", file_name(o.documents.docs)},
     };
     add_document_options(table, o.documents);
     const std::vector<Option> others = {
-        {"", "--prompt-cache", "FILE", "restores what the prompt shares with FILE's; writes FILE if it does\n"
-         "not exist or is the beginning of this prompt", text(o.prompt_cache)},
-        {"", "--tools", "FILE", "commands that the model may ask for in a chat; each is run only if you\nsay yes",
+        {"", "--prompt-cache", "FILE", "loads the shared prefix of the prompt from FILE; writes FILE if it is\n"
+         "missing or holds only the beginning of this prompt", text(o.prompt_cache)},
+        {"", "--tools", "FILE", "commands that the model may call in a chat; each call asks you first",
          file_name(o.tools)},
-        {"", "--raw", "", "the input as it is, without the chat template; special tokens are\nrecognised", flag(o.raw)},
-        {"", "--json", "", "one JSON object instead of streamed text", flag(o.json)},
+        {"", "--raw", "", "send the input without the chat template; special tokens in it count", flag(o.raw)},
+        {"", "--json", "", "print one JSON object instead of streaming text", flag(o.json)},
     };
     table.insert(table.end(), others.begin(), others.end());
     o.add_to(table, true);
     const std::vector<Option> more = {
-        o.one_kernel_option("on a GPU: a token of an answer is one kernel (default: on Hopper, if\n"
-                            "half of the free memory holds its copy of the weights); phases: a\n"
-                            "launch for each of its phases, to study it"),
+        o.one_kernel_option("on a GPU: decode each token with one kernel (default: on Hopper, if its\n"
+                            "copy of the weights fits half of the free memory); phases: one launch\n"
+                            "per phase, to study it"),
         {"", "", "", "measurements", {}},
-        {"", "--bench", "[long]", "speed of prompt and decoding, with the machine's ceilings; --json",
+        {"", "--bench", "[long]", "measure prompt and decoding speed beside the machine's ceilings;\n"
+         "also with --json",
          [&o](const char*, const char* v) { o.bench = true, o.bench_long = *v; }},
-        {"", "--ppl", "FILE", "perplexity of a text (- reads standard input), over windows of -c\n"
-         "tokens (default 2048)",
+        {"", "--ppl", "FILE", "perplexity of a text over windows of -c tokens (default 2048);\n"
+         "- reads standard input",
          text(o.ppl)},
-        {"", "--stride", "N", "from one window to the next (default half a window)", whole(o.stride, 1, INT_MAX)},
-        {"", "--against", "MODEL", "with --ppl: how far the distributions are from another model's, as KL,\n"
-         "the share of tokens with the same likeliest, and perplexities", file_name(o.against)},
-        {"", "--eval", "FILE", "JSONL of questions and answers: what the model answers, and its loss\n"
-         "on the answers there. Greedy; -n 512. The same command goes on\nwhere it was interrupted", text(o.eval)},
-        {"-o", "--output", "FILE", "where the answers of --eval go, or the lines of --embed and --rerank",
+        {"", "--stride", "N", "distance between two windows (default: half a window)", whole(o.stride, 1, INT_MAX)},
+        {"", "--against", "MODEL", "with --ppl: compare with another model: KL divergence, share of equal\n"
+         "likeliest tokens, both perplexities", file_name(o.against)},
+        {"", "--eval", "FILE", "answer the questions of a JSONL file greedily (-n 512) and measure the\n"
+         "loss on its answers; the same command resumes an interrupted run", text(o.eval)},
+        {"-o", "--output", "FILE", "output of --eval, --embed and --rerank",
          text(o.output)},
         {"", "", "", "retrieval, with Qwen3-Embedding and Qwen3-Reranker", {}},
-        {"", "--embed", "", "the vector of -i TEXT or of each of --texts, as JSONL", flag(o.embed)},
-        {"", "--rerank", "", "how well each of --texts answers the query -i TEXT, the best first, as\nJSONL",
+        {"", "--embed", "", "print the vector of -i TEXT, or of each line of --texts, as JSONL", flag(o.embed)},
+        {"", "--rerank", "", "score each line of --texts for the query -i TEXT, best first, as JSONL",
          flag(o.rerank)},
-        {"", "--texts", "FILE", "a text a line (- reads standard input); of FILE.jsonl strings, or\n"
-         "objects with \"text\" and maybe \"id\"", file_name(o.texts)},
-        {"", "--instruct", "TASK", "with --embed: the texts are queries for this task; with --rerank the\n"
-         "task (default: Qwen's, a web search)", file_name(o.instruct)},
-        {"", "--dimensions", "N", "of the vectors, their first (default: all)", whole(o.dimensions, 1, 1 << 20)},
-        {"", "--truncate", "", "cut texts that are longer than the context (-c), else they are a fault",
+        {"", "--texts", "FILE", "one text per line (- reads standard input); FILE.jsonl: strings, or\n"
+         "objects with \"text\" and an optional \"id\"", file_name(o.texts)},
+        {"", "--instruct", "TASK", "--embed: the texts are queries for this task; --rerank: the task\n"
+         "(default: Qwen's web search task)", file_name(o.instruct)},
+        {"", "--dimensions", "N", "keep the first N dimensions of a vector (default: all)", whole(o.dimensions, 1, 1 << 20)},
+        {"", "--truncate", "", "cut texts longer than the context (-c); without it they are refused",
          flag(o.truncate)},
         {"", "", "", "for study and tests", {}},
-        {"", "--cpu", "NAME", "lesser instructions: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
-        {"", "--tokenize", "TEXT", "no model needed; - reads standard input", given(o.tokenize, o.has_tokenize)},
-        {"", "--detokenize", "IDS", "no model needed; - reads standard input", given(o.detokenize, o.has_detokenize)},
-        {"", "--ids", "1,2,3", "these ids instead of text (no tokenizer needed)", given(o.ids, o.has_ids)},
-        {"", "--logits", "FILE", "with -i, --raw or --ids: float32 logits of every position, then stop",
+        {"", "--cpu", "NAME", "use an older instruction set: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
+        {"", "--tokenize", "TEXT", "print token ids; needs no model; - reads standard input", given(o.tokenize, o.has_tokenize)},
+        {"", "--detokenize", "IDS", "print the text of token ids; needs no model; - reads standard input", given(o.detokenize, o.has_detokenize)},
+        {"", "--ids", "1,2,3", "token ids instead of text (needs no tokenizer)", given(o.ids, o.has_ids)},
+        {"", "--logits", "FILE", "write the float32 logits of every position of -i, --raw or --ids; exit",
          text(o.logits_file)},
-        {"", "--logits-hash", "", "the same, as one 64-bit hash on stdout", flag(o.logits_hash)},
-        {"", "--convert", "OUT.bin", "the model as one model.bin; what is quantised becomes bf16",
+        {"", "--logits-hash", "", "print a 64-bit hash of these logits; exit", flag(o.logits_hash)},
+        {"", "--convert", "OUT.bin", "write the model as one file; quantised weights become bf16",
          file_name(o.convert)},
-        {"", "--quantize", "FORMAT OUT.bin", "the model in fewer bits: int4 (4.2 a weight), int8 (8.5) or fp8 (8)",
+        {"", "--quantize", "FORMAT OUT.bin", "write a quantised model: int4 (4.2 bits a weight), int8 (8.5), fp8 (8)",
          [&o](const char*, const char* v) { (o.quantize.empty() ? o.quantize : o.quantize_to) = v; }},
-        {"", "--group", "N", "weights that share a scale in int4: 32, 64 or 128 (default)", whole(o.group, 32, 128)},
-        {"", "--calibrate", "FILE", "a text: what is rounded changes its products least (GPTQ)",
+        {"", "--group", "N", "int4: weights per scale: 32, 64 or 128 (default)", whole(o.group, 32, 128)},
+        {"", "--calibrate", "FILE", "quantise with GPTQ on this text: smaller error of the products",
          file_name(o.calibrate)},
-        {"", "--embedding", "NAME", "embedding and head in int8 (default), or as they are: same",
+        {"", "--embedding", "NAME", "embedding and head as int8 (default) or unchanged (same)",
          one_of(o.embedding, {"int8", "same"})},
-        {"", "--synthesize", "SIZE OUT.bin", "random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
+        {"", "--synthesize", "SIZE OUT.bin", "write random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
          "8B, 14B, 32B or a config.json",
          [&o](const char*, const char* v) { (o.synthesize.empty() ? o.synthesize : o.synthesize_to) = v; }},
     };

@@ -10,33 +10,29 @@
 #endif
 
 void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
-    table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: the definitions of qwen3.cu's Book I, slow\n"
-                     "(default: cuda where there is a GPU for it)", text(device)});
+    table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: Book I of qwen3.cu, slow (default: cuda if a GPU\n"
+         "is present)", text(device)});
     if (inference)
-        table.push_back({"", "--dtype", "NAME", "compute in f32 or bf16 (default: as stored), or int8: weights of\n"
-                         "8.5 bits, made at load", one_of(dtype, {"f32", "bf16", "int8"})});
+        table.push_back({"", "--dtype", "NAME", "compute in f32 or bf16 (default: as stored), or int8: quantise to 8.5\n"
+         "bits a weight at load", one_of(dtype, {"f32", "bf16", "int8"})});
     else
-        table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as the model is stored; the GPU computes\n"
-                         "in bf16)", one_of(dtype, {"f32", "bf16"})});
-    table.push_back({"-j", "--threads", "N", "CPU threads, always (default: all, fewer while other programs need\n"
-                     "the cores)", whole(threads, 1, 4096)});
+        table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as stored; a GPU computes in bf16)", one_of(dtype, {"f32", "bf16"})});
+    table.push_back({"-j", "--threads", "N", "CPU threads, fixed (default: all; fewer while other programs are busy)", whole(threads, 1, 4096)});
     if (inference) {
-        table.push_back({"", "--kv-dtype", "NAME", "keys and values of past tokens: same as the model's\n"
-                         "type, or fp8: half of the memory", one_of(kv_dtype, {"same", "fp8"})});
-        table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, as train_lora writes it",
+        table.push_back({"", "--kv-dtype", "NAME", "type of the KV cache: same as the model, or fp8: half the memory", one_of(kv_dtype, {"same", "fp8"})});
+        table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, for example train_lora's output",
                          file_name(adapter)});
-        table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; the\n"
-                         "CPU is always so)", flag(invariant)});
+        table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; always so on\n"
+         "a CPU)", flag(invariant)});
     }
-    table.push_back({"", "--packed", "", "quantised weights stay packed, as they do on a CPU but for serve (else\n"
-                     "they become bf16: faster, if there is room)", flag(packed)});
+    table.push_back({"", "--packed", "", "keep quantised weights packed on a GPU and in serve (default: unpack to\n"
+         "bf16, faster if memory suffices)", flag(packed)});
     if (inference)
-        table.push_back({"", "--activations", "NAME", "on a GPU with --packed: FP8 weights are multiplied by\n"
-                         "prompts in bf16 (default), or in fp8, which Hopper does faster",
+        table.push_back({"", "--activations", "NAME", "on a GPU with --packed: prompts multiply FP8 weights in bf16 (default)\n"
+         "or in fp8: also rounds activations to FP8, faster on Hopper",
                          one_of(activations, {"bf16", "fp8"})});
-    table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program,\n"
-                     "or in this folder", text(tokenizer)});
-    table.push_back({"-h", "--help", "", "this text", flag(help)});
+    table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});
+    table.push_back({"-h", "--help", "", "print this text", flag(help)});
 }
 
 Option ModelOptions::one_kernel_option(const char* what) {

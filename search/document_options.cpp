@@ -5,15 +5,15 @@
 
 void add_document_options(std::vector<Option>& table, DocumentOptions& o) {
     const std::vector<Option> more = {
-        {"", "--index", "FILE", "where the index of --docs lies (default: in the user's cache folder)",
+        {"", "--index", "FILE", "index file of --docs (default: in the user's cache folder)",
          file_name(o.index)},
-        {"", "--passages", "N", "of --docs for a question, at most (default 4)", whole(o.passages, 1, 64)},
-        {"", "--docs-embed", "MODEL", "a Qwen3-Embedding: passages of --docs are found by its vectors, too,\n"
-         "which are made once", file_name(o.embed)},
-        {"", "--docs-rerank", "MODEL", "a Qwen3-Reranker: it orders the first 20 passages that are found",
+        {"", "--passages", "N", "most passages per question (default 4)", whole(o.passages, 1, 64)},
+        {"", "--docs-embed", "MODEL", "also search --docs by vectors of this Qwen3-Embedding model; they are\n"
+         "computed once", file_name(o.embed)},
+        {"", "--docs-rerank", "MODEL", "order the first 20 passages by this Qwen3-Reranker model",
          file_name(o.rerank)},
-        {"", "--quote", "0|1", "whether the best passage of --docs is the answer, with its source\n"
-         "(default: 1 if the model has less than 200 M parameters)", whole(o.quote, 0, 1)},
+        {"", "--quote", "0|1", "answer with the best passage and its source (default: 1 for models\n"
+         "below 200 M parameters)", whole(o.quote, 0, 1)},
     };
     table.insert(table.end(), more.begin(), more.end());
 }
