@@ -92,9 +92,13 @@ std::vector<std::string> parse(const std::vector<Option>& table, int argc, char*
     return words;
 }
 
+void stdout_failed() {
+    if (errno == EPIPE) signal(SIGPIPE, SIG_DFL), raise(SIGPIPE);
+    DIE("standard output: %s", strerror(errno));
+}
+
 void write_stdout(std::string_view text) {
-    if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0)
-        DIE("standard output: %s", strerror(errno));
+    if (fwrite(text.data(), 1, text.size(), stdout) != text.size() || fflush(stdout) != 0) stdout_failed();
 }
 
 bool told_version(const char* program, int argc, char** argv) {

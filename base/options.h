@@ -58,6 +58,9 @@ std::vector<std::string> parse(const std::vector<Option>& table, int argc, char*
 // "1 thread", "2 threads".
 inline std::string counted(size_t n, const char* thing) { return format("%zu %s%s", n, thing, n == 1 ? "" : "s"); }
 
+// Called when standard output took no more. If its reader has left, the program ends by SIGPIPE without a message, as
+// other filters do; else Error.
+[[noreturn]] void stdout_failed();
 void write_stdout(std::string_view text);
 
 // `PROGRAM --version`: prints the version and returns true if it was given.

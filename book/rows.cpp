@@ -1,5 +1,6 @@
 #include "book/rows.h"
 #include "base/json_lines.h"
+#include "base/options.h"
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -128,13 +129,14 @@ bool Reader::find_item() {
 
 void Output::line(std::string_view text) {
     FILE* file = named ? named->file : stdout;
-    if (fwrite(text.data(), 1, text.size(), file) != text.size() || fputc('\n', file) == EOF)
-        DIE("%s: %s", named ? named->path.c_str() : "standard output", strerror(errno));
+    if (fwrite(text.data(), 1, text.size(), file) == text.size() && fputc('\n', file) != EOF) return;
+    if (!named) stdout_failed();
+    DIE("%s: %s", named->path.c_str(), strerror(errno));
 }
 
 void Output::commit() {
     if (named) named->commit();
-    else if (fflush(stdout) != 0) DIE("standard output: %s", strerror(errno));
+    else if (fflush(stdout) != 0) stdout_failed();
 }
 
 } // namespace book

@@ -126,7 +126,7 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
     g.stops = o.stops;
     g.interrupt = &interrupted;
     if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d, seed %llu\n", o.model.c_str(),
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d\nseed %llu\n", o.model.c_str(),
             (double)parameters(c) / 1e6, model.type_name(), device_name(o.ctx).c_str(), context,
             (unsigned long long)g.sampling.seed);
     PromptCache cache(o.prompt_cache, model, o.variant, session);
@@ -137,7 +137,7 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
     const double loaded = seconds();
     if (quote_passage(o, tokenizer, sources, (size_t)context, g)) {
         took.quoted = true;
-        if (!o.json) Screen(isatty(1), tokenizer->chat.thinks).show(g.text);
+        if (!o.json) Screen(isatty(1), tokenizer->chat.thinks).show_whole(g.text);
     } else if (g.max_tokens > 0 || !o.prompt_cache.empty()) {
         pace.begin();
         took.reused = feed_prompt(session, prompt);

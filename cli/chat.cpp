@@ -151,7 +151,9 @@ void Chat::load(const std::string& word) {
     const std::string folder = path.substr(0, path.rfind('/') + 1);
     kept = folder == state_folder() + "/" ? path : ""; // a kept chat is saved to the same file again
     saved = path, changed = false;
-    say(path + ": " + counted(messages.size(), "message"));
+    say(path + ": " + counted(messages.size(), "message") + (messages.size() > 2 ? "; the last:" : ""));
+    for (size_t i = messages.size() - std::min<size_t>(2, messages.size()); i < messages.size(); i++)
+        say((messages[i].role == "user" ? "> " : "") + messages[i].content);
 }
 
 void Chat::answer(std::vector<Message> asked) {
@@ -197,7 +199,7 @@ bool Chat::speak_on(std::vector<Message>& asked, const std::vector<Message>& cal
                     Generation& g) {
     const std::vector<int> prompt = fit(asked, called, sources);
     if (quote_passage(options, &tokenizer, sources, (size_t)session.capacity(), g)) {
-        Screen(terminal, tokenizer.chat.thinks).show(g.text);
+        Screen(terminal, tokenizer.chat.thinks).show_whole(g.text);
         write_stdout("\n");
         last = format("a quote of %s", counted(g.ids.size(), "token").c_str());
         return true;

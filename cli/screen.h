@@ -20,18 +20,36 @@ void say(const std::string& line);
 bool plain_terminal();
 bool colours(); // https://no-color.org
 
-// Shows an answer as it is generated. On a terminal control characters are harmless, and a thought is dim instead of
-// between <think> and </think>; otherwise the text is written unchanged.
+// Breaks lines of text between words, at the terminal's edge. Code between ``` keeps its lines.
+struct Wrap {
+    explicit Wrap(size_t columns) : columns(columns) {}
+
+    std::string add(std::string_view text); // the text to write now: a word waits for its end
+    std::string end() { return put_word(); }
+
+  private:
+    const size_t columns;
+    size_t column = 0, blanks = 0, word_width = 0; // written; waiting: blanks, and a word behind them
+    std::string word, line_start; // line_start: the first three characters of the line, to find ```
+    bool code = false;
+
+    std::string put_word();
+};
+
+// Shows an answer as it is generated. On a terminal control characters are harmless, lines break between words, and a
+// thought is dim instead of between <think> and </think>; otherwise the text is written unchanged.
 struct Screen {
     const bool terminal, dims;
     bool thinking = false;
     std::string held; // may be the beginning of a marker
+    Wrap wrap;
 
     Screen(bool terminal, bool thinks); // thinks: the markers are a thought's, not text
     ~Screen();
 
     void show(std::string_view s);
-    void end() { put(held.size()); }
+    void end();
+    void show_whole(std::string_view s) { show(s), end(); }
 
   private:
     void put(size_t n);

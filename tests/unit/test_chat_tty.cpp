@@ -2,6 +2,7 @@
 // with the random model in fixtures/tiny. What it says is babble, so nothing here expects certain words: runs are
 // compared with each other, and what the program understood is read from /save.
 // Where many tokens are wanted, a presence penalty of -100 makes an answer repeat its first token without end.
+#include "cli/screen.h"
 #include "model/chat_template.h"
 #include "sj.h"
 #include "tests/files.h"
@@ -155,6 +156,11 @@ struct Terminal {
         return status_of(std::exchange(pid, -1));
     }
 };
+
+static std::string without_breaks(std::string s) {
+    s.erase(std::remove_if(s.begin(), s.end(), [](char c) { return c == '\r' || c == '\n'; }), s.end());
+    return s;
+}
 
 // Text of the model as a terminal shows it.
 static std::string on_screen(std::string_view text) {
@@ -362,7 +368,9 @@ TEST_CASE("/load lists what is kept and takes it up by number or name; /clear an
     CHECK(has(list, "1 question: A newer question, so long that the list shows only…"));
     CHECK(has(list, "  3  chat-00000000-000000  damaged"));
     CHECK(list.find("A newer") < list.find("An older"));
-    CHECK(has(t.send("/load 2"), names[0] + ": 2 messages"));
+    const std::string taken = t.send("/load 2"); // with its last question and answer
+    CHECK(has(taken, names[0] + ": 2 messages\r\n> An older question\r\n"));
+    CHECK(has(without_breaks(taken), without_breaks(on_screen(Saved(names[0]).messages.back().content))));
     const std::string name = fs::path(names[1]).stem().string();
     CHECK(has(t.send("/load " + name), names[1] + ": 2 messages"));
     CHECK(has(t.send("/load 4"), "4: No such file"));
@@ -492,6 +500,31 @@ TEST_CASE("the prompt has a colour, unless NO_COLOR or the terminal is against i
     }
 }
 
+TEST_CASE("an answer's lines break between words at the terminal's edge, however its pieces come") {
+    auto wrapped = [](size_t columns, const std::string& text, size_t piece) {
+        cli::Wrap wrap(columns);
+        std::string out;
+        for (size_t at = 0, next; at < text.size(); at = next) {
+            for (next = at + piece; next < text.size() && ((uint8_t)text[next] & 0xC0) == 0x80;) next++; // whole characters
+            out += wrap.add(text.substr(at, next - at));
+        }
+        return out + wrap.end();
+    };
+    const std::pair<const char*, const char*> rows[] = {
+        {"a warp has 32 threads", "a warp has\n32 threads"},
+        {"0123456789 ab", "0123456789\nab"},        // the break takes the place of a blank
+        {"01234567890123 ab", "01234567890123 ab"},   // a word longer than a line: the terminal breaks it
+        {"共享内存快得多", "共享内存快\n得多"},     // two columns each
+        {"用 warp 做归约", "用 warp 做\n归约"},
+        {"one\ntwo three four", "one\ntwo three\nfour"},
+        {"```\nint threads = 32;\n```\nand then text", "```\nint threads = 32;\n```\nand then\ntext"}};
+    for (auto& row : rows)
+        for (size_t piece = 1; piece < 9; piece++) {
+            INFO(row.first);
+            CHECK(wrapped(10, row.first, piece) == row.second);
+        }
+}
+
 TEST_CASE("Ctrl-C stops an answer and the chat goes on") {
     for (const std::string kind : {"xterm", "dumb"}) {
         INFO(kind);
@@ -509,10 +542,10 @@ TEST_CASE("Ctrl-C stops an answer and the chat goes on") {
         Saved s = saved_by(t);
         CHECK(s.questions() == Strings{"What is a warp?", "And a block?"});
         REQUIRE(s.messages.size() == 4);
-        for (int i : {0, 1}) { // what was shown is what was kept
-            const std::string kept = on_screen(s.messages[2 * i + 1].content);
-            CHECK(shown[i].size() > 100);
-            CHECK(kept.substr(0, shown[i].size()) == shown[i]);
+        for (int i : {0, 1}) { // what was shown is what was kept, but for line breaks
+            const std::string kept = without_breaks(on_screen(s.messages[2 * i + 1].content)), seen = without_breaks(shown[i]);
+            CHECK(seen.size() > 100);
+            CHECK(kept.substr(0, seen.size()) == seen);
         }
         t.type("/exit\r");
         CHECK(t.end() == 0);

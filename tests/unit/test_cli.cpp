@@ -266,6 +266,14 @@ TEST_CASE("a question needs no -i; a lone - is standard input, also there") {
     CHECK(out_of({TINY, "-z", VOCABULARY, "-t", "0", "-n", "12", "--", "--help"}) == out_of(with({"-i", "--help"})));
 }
 
+TEST_CASE("a reader of standard output that leaves ends the program without a word, as it ends other filters") {
+    Setting sh;
+    sh.program = "/bin/sh";
+    const Result r = run({"-c", "{ sleep 0.2; " + PROGRAM + " --help; echo $? >&2; } | true"}, "", sh);
+    CHECK(r.status == 0);
+    CHECK(r.err == "141\n"); // by SIGPIPE
+}
+
 TEST_CASE("one of a thing is not called many") {
     const Result one = run(tiny({"--ids", "1", "-n", "1"})), two = run(tiny({"--ids", "1,2", "-n", "2", "-t", "0"}));
     INFO(one.err << two.err);
