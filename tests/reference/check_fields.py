@@ -68,7 +68,7 @@ def main():
             if not named:
                 new.add(f"{section}: {field}")
             done = [row for row in named if row.split("|")[2].strip().startswith("done")]
-            if not done or field == "model" or any("as `" in row.split("|")[2] for row in done):
+            if not done or field == "model" or any("as `" in row for row in done):
                 continue  # refused; or all values pass, or they are those of another field
             for value in values:
                 if not any(f"`{value}`" in row for row in done):
