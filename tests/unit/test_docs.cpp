@@ -310,6 +310,11 @@ TEST_CASE("docs: the messages in troubleshooting.md are what the programs say") 
 
 // ----------------------------------------------------------------------------------------- two languages
 
+// Numbers as they are written: "21,164", "0.92". Those behind a letter are names (H100, Q8_0).
+static Strings figures(const std::string& text) {
+    return matches(text, "(?:^|[^A-Za-z0-9_.,])([0-9][0-9,.]*[0-9]|[0-9])");
+}
+
 TEST_CASE("docs: the Chinese pages have the English ones' rows and commands") {
     const std::vector<Strings> english = rows(read("docs/troubleshooting.md"));
     const std::vector<Strings> chinese = rows(read("docs/troubleshooting.zh.md"));
@@ -339,6 +344,65 @@ TEST_CASE("docs: the Chinese pages have the English ones' rows and commands") {
     }
 }
 
+// The page without its fenced blocks and without the targets of its links.
+static std::string prose(const std::string& page) {
+    std::string all;
+    bool inside = false;
+    for (auto& line : lines(page)) {
+        const bool fence = line.compare(0, 3, "```") == 0;
+        if (!fence && !inside) all += std::regex_replace(line, std::regex("\\]\\([^)]*\\)"), "]") + "\n";
+        inside ^= fence;
+    }
+    return all;
+}
+
+// Commands compare without their comments, indentation and quoted text.
+static std::set<std::string> bare_lines(const std::string& page) {
+    std::set<std::string> all;
+    for (auto& line : code_lines(page)) {
+        const std::string quoted = std::regex_replace(line, std::regex("\"[^\"]*\"|'[^']*'"), "TEXT");
+        all.insert(std::regex_replace(quoted, std::regex("^\\s+|\\s+$"), ""));
+    }
+    return all;
+}
+
+static std::string head(const std::string& page) {
+    std::string all;
+    for (auto& line : lines(page)) {
+        if (line.compare(0, 3, "```") == 0 || line.compare(0, 3, "## ") == 0) break;
+        all += line + "\n";
+    }
+    return all;
+}
+
+TEST_CASE("docs: commands and figures of docs/X.zh.md stand in docs/X.md, and the two link to each other") {
+    size_t twins = 0;
+    for (auto& page : pages()) {
+        const std::string name = page.filename().string();
+        const size_t suffix = name.find(".zh.md");
+        if (suffix == name.npos || page.parent_path() != "docs") continue;
+        twins++;
+        const std::string twin = name.substr(0, suffix) + ".md";
+        const std::string chinese = read(page), english = read("docs/" + twin);
+        INFO(name);
+        CHECK(head(chinese).find("](" + twin + ")") != std::string::npos);
+        CHECK(head(english).find("](" + name + ")") != std::string::npos);
+        const std::set<std::string> known_lines = bare_lines(english);
+        for (auto& line : bare_lines(chinese)) {
+            INFO(twin << " has no line " << line);
+            CHECK((line.empty() || known_lines.count(line) == 1));
+        }
+        const Strings there = figures(english);
+        const std::set<std::string> known(there.begin(), there.end());
+        for (auto& figure : figures(prose(chinese)))
+            if (figure.size() > 1) { // one digit: a word of the twin's may say it
+                INFO(twin << " has no " << figure);
+                CHECK(known.count(figure) == 1);
+            }
+    }
+    CHECK(twins >= 1);
+}
+
 // ----------------------------------------------------------------------------------------- the README
 
 TEST_CASE("docs: the README is short, and counts our lines") {
@@ -352,11 +416,6 @@ TEST_CASE("docs: the README is short, and counts our lines") {
     const double figure = std::stod(std::regex_replace(said[0], std::regex(","), ""));
     INFO("the README says " << figure << " lines, there are " << actual);
     CHECK(std::abs(figure - (double)actual) < 0.1 * (double)actual);
-}
-
-// Numbers as they are written: "21,164", "0.92". Those behind a letter are names (H100, Q8_0).
-static Strings figures(const std::string& text) {
-    return matches(text, "(?:^|[^A-Za-z0-9_.,])([0-9][0-9,.]*[0-9]|[0-9])");
 }
 
 TEST_CASE("docs: figures that the README says were measured are in performance.md") {
