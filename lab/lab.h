@@ -23,7 +23,7 @@
 //   #ifndef LAB_NO_MAIN
 //   int main(int argc, char** argv) { return lab::NAME::laboratory().main(argc, argv); }
 //   #endif
-// tests/unit/test_lab.cpp includes the file and runs every step at odd sizes by emulation (data/course/emulate.h). What
+// tests/unit/test_lab.cpp includes the file and runs every step at odd sizes by emulation (tests/emulate/emulate.h). What
 // emulation has not (a library, a GPU's own call) stands inside #ifdef __CUDACC__.
 #pragma once
 #ifdef __CUDACC__

@@ -15,7 +15,7 @@ static std::string read(const fs::path& path) {
 }
 
 static std::vector<fs::path> pages() {
-    std::vector<fs::path> all = {"README.md", "README.zh.md", "deploy/course/README.md"};
+    std::vector<fs::path> all = {"README.md", "README.zh.md", "CONTRIBUTING.md", "deploy/course/README.md"};
     for (auto& entry : fs::recursive_directory_iterator("docs"))
         if (entry.path().extension() == ".md") all.push_back(entry.path());
     return all;
@@ -145,8 +145,9 @@ TEST_CASE("docs: every option of a command is one of its program's") {
 TEST_CASE("docs: every option that is named is some program's") {
     std::set<std::string> known = {"--gpus", "--stop-timeout", "--now", "--version",
                                    "--nproc-per-node", "--no-python", "--nnodes", "--node-rank", "--master-addr",
-                                   "--ntasks-per-node", "--gpus-per-task", "--sandbox",
-                                   "--shape"}; // docker, systemctl, nvcc; launchers; pandoc; tests/reference/parity.py
+                                   "--ntasks-per-node", "--gpus-per-task", "--sandbox", "--shape",
+                                   "--install", "--update", "--shutdown", "--query-gpu", "--format"};
+    // (docker, systemctl, nvcc; launchers; pandoc; tests/reference/parity.py; wsl, nvidia-smi)
     for (const char* name : {"qwen3", "train_lora", "datagen", "serve", "export.py", "get", "teach"}) {
         if (!options().count(name)) {
             printf("skipped: options named in docs: there is no %s here\n", name);
