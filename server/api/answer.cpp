@@ -3,6 +3,7 @@
 #include "search/grounding.h"
 #include "server/api/answer.h"
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <set>
 #include <string_view>
@@ -27,8 +28,9 @@ std::string token_name(const Tokenizer& t, int id) {
 
 Answer::Answer(const Service& service, const Ask& ask)
     : tokenizer(*service.tokenizer), id(ask.id), model(ask.adapter ? ask.adapter->name : service.name),
-      chat(ask.chat), usage(ask.usage), logprobs(ask.logprobs), prompt_tokens(ask.prompt_tokens), each(ask.each),
-      choices(ask.jobs.size()),
+      chat(ask.chat), usage(ask.usage), logprobs(ask.logprobs), echoes(ask.echoes),
+      alternatives(ask.jobs.empty() ? -1 : ask.jobs[0].alternatives), prompt_logprobs(ask.prompt_logprobs),
+      prompt_tokens(ask.prompt_tokens), each(ask.each), choices(ask.jobs.size()),
       echo(ask.echo), documents(ask.documents), sources(ask.sources), how(ask.pooled),
       pooled(how ? std::make_unique<PooledAnswer>(*how, ask.jobs.size()) : nullptr) {}
 
@@ -48,10 +50,20 @@ void Answer::add(Piece&& piece) {
     Choice& c = note(piece);
     if (pooled) return pooled->add((size_t)piece.choice, piece.hidden);
     (piece.thought ? c.thought : c.text) += piece.text;
-    std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(c.tokens));
+    std::vector<TokenInfo> tokens = echoes ? reported(piece) : std::move(piece.tokens);
+    std::move(tokens.begin(), tokens.end(), std::back_inserter(c.tokens));
+    if (prompt_logprobs >= 0 && !piece.prompt.empty()) c.prompt = std::move(piece.prompt);
     for (CallPart& part : piece.calls)
         if (!part.name.empty()) c.calls.push_back(std::move(part));
         else c.calls.back().arguments += part.arguments;
+}
+
+std::vector<TokenInfo> Answer::reported(const Piece& piece) const {
+    std::vector<TokenInfo> all;
+    if (echoes && logprobs) all = piece.prompt;
+    for (TokenInfo& t : all) t.top.resize(std::min(t.top.size(), (size_t)alternatives));
+    all.insert(all.end(), piece.tokens.begin(), piece.tokens.end());
+    return all;
 }
 
 std::string Answer::whole() {
@@ -84,18 +96,21 @@ std::string Answer::part() {
             }
             w.key("logprobs");
         }
-        if (tells(c.tokens)) {
+        if (tells(c.tokens) && place.column < columns()) {
             write_some(w, c, c.tokens);
             if (place.column < columns()) continue;
-        } else {
-            w.value(nullptr);
+        } else if (place.column < columns()) {
+            w.value(nullptr), place.column = columns();
         }
+        if (!chat && prompt_logprobs >= 0 && !write_prompt(w, c.prompt)) continue;
         w.field("finish_reason", c.finish).end();
         std::vector<TokenInfo>().swap(c.tokens);
+        if (!chat) std::vector<TokenInfo>().swap(c.prompt);
         place.choice++, place.column = place.token = 0;
     }
     if (place.choice == choices.size()) {
-        w.end();
+        if (!place.token) w.end();
+        if (chat && prompt_logprobs >= 0 && !write_prompt(w, choices[0].prompt)) return std::exchange(w.text, {});
         write_usage(w);
         if (documents) write_sources(w, sources);
         w.end();
@@ -137,7 +152,7 @@ std::string Answer::events(const Piece& piece) {
             w.field("arguments", part.arguments).end().end().end();
         }, {}, nullptr);
     if (chat && piece.finish) event([](sj::Writer&) {}, {}, piece.finish);
-    if (!chat) event([](sj::Writer&) {}, piece.tokens, piece.finish);
+    if (!chat) event([](sj::Writer&) {}, reported(piece), piece.finish);
     if (complete()) {
         if (usage) {
             sj::Writer w;
@@ -221,6 +236,8 @@ void Answer::write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const {
         w.end().end();
     } else if (place.column == 0) {
         w.value(t.text);
+    } else if (place.column < 3 && std::isnan(t.logprob)) { // a prompt's first token
+        w.value(nullptr);
     } else if (place.column == 1) {
         w.value(t.logprob);
     } else if (place.column == 2) {
@@ -238,6 +255,34 @@ void Answer::write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const {
         w.value(c.offset);
         for (char byte : t.text) c.offset += ((uint8_t)byte & 0xC0) != 0x80; // in characters
     }
+}
+
+bool Answer::write_prompt(sj::Writer& w, const std::vector<TokenInfo>& prompt) {
+    if (!place.token) w.key("prompt_logprobs").array();
+    for (; place.token < prompt.size(); place.token++) {
+        if (w.text.size() >= PART && place.token) return false;
+        const TokenInfo& t = prompt[place.token];
+        if (!place.token) { // nothing predicts it
+            w.value(nullptr);
+            continue;
+        }
+        const size_t k = std::min(t.top.size(), (size_t)prompt_logprobs);
+        size_t own = 0; // the token's rank - 1, or k: it is not among the likeliest
+        while (own < k && t.top[own].id != t.id) own++;
+        auto entry = [&](int id, float logprob, size_t rank) {
+            w.key(std::to_string(id)).object().field("logprob", logprob);
+            if (rank < k) w.field("rank", rank + 1);
+            else w.field("rank", nullptr);
+            w.field("decoded_token", token_text(tokenizer, id)).end();
+        };
+        w.object();
+        entry(t.id, t.logprob, own);
+        for (size_t i = 0; i < k; i++)
+            if (i != own) entry(t.top[i].id, t.top[i].logprob, i);
+        w.end();
+    }
+    w.end();
+    return true;
 }
 
 } // namespace server

@@ -26,12 +26,14 @@ std::string token_name(const Tokenizer& t, int id);
 struct Answer {
     const Tokenizer& tokenizer;
     std::string id, model;
-    bool chat, usage, logprobs;
+    bool chat, usage, logprobs, echoes;
+    int alternatives, prompt_logprobs; // to each token; see Ask
     size_t prompt_tokens, each;
     long created = (long)time(nullptr);
     struct Choice {
         std::string text, thought;
-        std::vector<TokenInfo> tokens;
+        std::vector<TokenInfo> tokens; // with `echoes` the prompt's come first
+        std::vector<TokenInfo> prompt{}; // for prompt_logprobs
         std::vector<CallPart> calls{}; // complete calls
         size_t calls_begun = 0;        // for a stream
         bool begun = false;
@@ -76,6 +78,8 @@ struct Answer {
     Choice& note(const Piece& piece);
 
   private:
+    // The tokens that a piece reports, with `echoes` the prompt's first.
+    std::vector<TokenInfo> reported(const Piece& piece) const;
     // Unique per answer, since a client may keep the calls of many answers in one list.
     std::string call_id(size_t choice, size_t index) const {
         return format("call_%016llx", (unsigned long long)(call_seed + (choice << 32) + index));
@@ -92,6 +96,8 @@ struct Answer {
     // Writes about PART bytes, from `place` on.
     void write_some(sj::Writer& w, Choice& c, const std::vector<TokenInfo>& tokens);
     void write_entry(sj::Writer& w, Choice& c, const TokenInfo& t) const;
+    // vLLM's prompt_logprobs, about PART bytes from `place` on. True: they are complete.
+    bool write_prompt(sj::Writer& w, const std::vector<TokenInfo>& prompt);
 
     sj::Writer writer{};
     struct { size_t choice = 0, column = 0, token = 0; bool told = false; } place; // the next entry to write

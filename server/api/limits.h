@@ -10,5 +10,6 @@ constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
 constexpr int MAX_NAMED = 1024;      // ids that logit_bias, bad_words and allowed_token_ids may name in total
 constexpr int MAX_ALTERNATIVES = 20;
 constexpr size_t MAX_TOLD = 2 << 20; // log-probabilities per request; each takes about 100 bytes of JSON
+constexpr size_t MAX_TOLD_AT_ONCE = 1 << 16; // ... of a prompt in a stream, where one event has them
 
 } // namespace server

@@ -100,7 +100,7 @@ std::vector<int> chat_prompt(const Service& service, const Fields& f, const Prom
 
 void quote_passage(const Service& service, std::vector<Source>& sources, Job& job) {
     if (!service.quotes) return;
-    if (job.form || job.tools || job.alternatives >= 0) sources.clear();
+    if (job.form || job.tools || job.alternatives >= 0 || job.prompt_alternatives >= 0) sources.clear();
     if (sources.empty()) return;
     Quote q = quote(sources[0], *service.tokenizer, (size_t)service.context / 4, job.stops, job.max_tokens);
     auto piece = std::make_shared<Piece>();

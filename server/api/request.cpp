@@ -22,7 +22,8 @@ static const std::set<std::string> DONE = {
     "model", "messages", "prompt", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens",
     "stop", "stop_token_ids", "ignore_eos", "seed", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
-    "top_logprobs", "skip_special_tokens", "echo", "best_of", "truncate_prompt_tokens", "truncation_side",
+    "top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "best_of", "truncate_prompt_tokens",
+    "truncation_side",
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "priority", "cache_salt", "request_id",
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
     "tool_choice", "parallel_tool_calls", "use_documents", "user", "metadata", "safety_identifier", "prompt_cache_key",
@@ -152,7 +153,9 @@ Job job_from_json(const Service& service, const Fields& f, const Ask& ask, bool 
         if (ask.logprobs) job.alternatives = top;
     } else if (ask.logprobs) {
         job.alternatives = (int)f.integer("logprobs", 0, MAX_ALTERNATIVES, 0);
+        job.tells_end = true;
     }
+    job.prompt_alternatives = std::max(ask.prompt_logprobs, ask.echoes ? job.alternatives : -1);
     return job;
 }
 
@@ -198,8 +201,11 @@ Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
     ask.each = (size_t)f.integer("n", 1, MAX_CHOICES, 1);
     if (f.integer("best_of", 1, MAX_CHOICES, (int64_t)ask.each) != (int64_t)ask.each)
         throw Refusal(400, "best_of is not supported", "best_of");
-    if (f.boolean("echo", false) && (chat || ask.logprobs))
-        throw Refusal(400, "echo is supported for /v1/completions without logprobs", "echo");
+    ask.echoes = f.boolean("echo", false);
+    if (ask.echoes && chat) throw Refusal(400, "echo is not for chats", "echo");
+    if (f["prompt_logprobs"]) ask.prompt_logprobs = (int)f.integer("prompt_logprobs", 0, MAX_ALTERNATIVES, 0);
+    if (ask.prompt_logprobs >= 0 && ask.stream)
+        throw Refusal(400, "prompt_logprobs is not supported beside stream: true", "prompt_logprobs");
     return ask;
 }
 
@@ -212,11 +218,11 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
     else how.chat.thinking = false;
     const Job job = job_from_json(service, f, ask, may_think(*service.tokenizer, how.chat), salt);
 
-    const int64_t most = f.integer("max_tokens", 1, INT_MAX, chat ? INT_MAX : 16);
-    const int64_t limit = f.integer("max_completion_tokens", 1, INT_MAX, most);
+    const int64_t most = f.integer("max_tokens", chat, INT_MAX, chat ? INT_MAX : 16);
+    const int64_t limit = f.integer("max_completion_tokens", chat, INT_MAX, most);
     const int64_t least = f.integer("min_tokens", 0, limit, 0);
     const bool limited = !chat || f["max_completion_tokens"] || f["max_tokens"];
-    const int64_t wanted = limited ? limit : 1;
+    const int64_t wanted = limited ? std::max<int64_t>(1, limit) : 1;
     if (const int64_t k = f.integer("truncate_prompt_tokens", -1, service.context, 0); k != 0)
         how.truncate = (size_t)(k > 0 ? k : std::max<int64_t>(1, service.context - wanted)); // -1: what leaves room
     else if (f["truncate_prompt_tokens"])
@@ -245,7 +251,7 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
             throw Refusal(400, format("the context is %d tokens: the prompt has %zu%s", service.context, prompt.size(),
                                       room ? format(", and %lld are asked for", (long long)limit).c_str() : ""),
                           chat ? "messages" : "prompt", "context_length_exceeded");
-        if (f.boolean("echo", false)) ask.echo.push_back(service.tokenizer->decode(prompt, false));
+        if (ask.echoes) ask.echo.push_back(service.tokenizer->decode(prompt, false));
         ask.prompt_tokens += prompt.size();
         for (size_t i = 0; i < ask.each; i++) {
             Job one = job;
@@ -255,14 +261,19 @@ Ask read_ask(const Service& service, std::string_view body, bool chat, uint64_t 
             one.max_tokens = std::min((size_t)limit, room);
             one.min_tokens = std::min((size_t)least, one.max_tokens);
             quote_passage(service, ask.sources, one);
-            told += one.max_tokens * (size_t)(one.alternatives + 1);
+            if (chat && i > 0) one.prompt_alternatives = -1; // a chat reports its prompt once
+            const size_t of_prompt = prompt.size() * (size_t)(one.prompt_alternatives + 1);
+            if (ask.stream && of_prompt > MAX_TOLD_AT_ONCE)
+                throw Refusal(400, format("at most %zu log-probabilities of a prompt in a stream", MAX_TOLD_AT_ONCE),
+                              "echo");
+            told += one.max_tokens * (size_t)(one.alternatives + 1) + of_prompt;
             ask.jobs.push_back(std::move(one));
         }
     }
     if (told > MAX_TOLD)
         throw Refusal(400, format("at most %zu log-probabilities to a request: ask for fewer answers, tokens or "
                                   "alternatives", MAX_TOLD),
-                      chat ? "top_logprobs" : "logprobs");
+                      ask.prompt_logprobs > job.alternatives ? "prompt_logprobs" : chat ? "top_logprobs" : "logprobs");
     return ask;
 }
 

@@ -18,7 +18,8 @@ struct Pooled; // pooled.h: how hidden states are reported
 
 // A parsed request.
 struct Ask {
-    bool chat = true, stream = false, usage = false, logprobs = false;
+    bool chat = true, stream = false, usage = false, logprobs = false, echoes = false;
+    int prompt_logprobs = -1; // alternatives to each of the prompt's tokens, as vLLM reports these; -1: not requested
     std::string id;
     AdapterPtr adapter{};    // of the requested model; null: the base model
     std::vector<Job> jobs;   // one per answer,

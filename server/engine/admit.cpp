@@ -1,25 +1,54 @@
 // admit.cpp: slots, pages and the cached prefix of a prompt.
 #include "server/engine/scheduler.h"
 #include <algorithm>
+#include <cmath>
 
 namespace server {
 
+std::vector<int> Scheduler::cached_pages(const Sequence& q) const {
+    std::vector<int> pages;
+    uint64_t chain = q.space();
+    while ((pages.size() + 1) * PAGE < q.ids.size()) {
+        const int p = pool.find(chain, &q.ids[pages.size() * PAGE], q.adapter());
+        if (p < 0 || (q.telling() && !pool.pages[p].tells(q.job.prompt_alternatives))) break;
+        pages.push_back(p);
+        chain = pool.pages[p].name;
+    }
+    return pages;
+}
+
+bool Scheduler::awaits_pages(const Sequence& q) const {
+    if (!q.telling()) return false;
+    size_t most = 0; // pages that q could share
+    for (auto& [rank, r] : running) {
+        const bool serves = r->telling() && r->job.prompt_alternatives >= q.job.prompt_alternatives;
+        if (!serves || r->space() != q.space() || r->adapter() != q.adapter()) continue;
+        const auto end = q.ids.begin() + (ptrdiff_t)std::min(q.prompt, r->prompt) - 1;
+        const size_t shared = (size_t)(std::mismatch(q.ids.begin(), end, r->ids.begin()).first - q.ids.begin()) / PAGE;
+        if (r->told.size() <= shared * PAGE) most = std::max(most, shared); // not yet known
+    }
+    return most > 0 && cached_pages(q).size() < most;
+}
+
 bool Scheduler::admit(Sequence& q) {
     const size_t total = q.ids.size(), needed = q.pages_needed();
-    q.chain = q.job.space ? q.job.space : q.job.salt;
-    while ((q.pages.size() + 1) * PAGE < total) {
-        const int p = pool.find(q.chain, &q.ids[q.pages.size() * PAGE], q.adapter());
-        if (p < 0) break;
-        pool.use(p);
-        q.pages.push_back(p);
-        q.chain = pool.pages[p].name;
-    }
+    const bool telling = q.telling();
+    q.pages = cached_pages(q);
+    for (int p : q.pages) pool.use(p);
     const size_t found = q.pages.size();
+    q.chain = found ? pool.pages[q.pages.back()].name : q.space();
     if (pool.available() < needed - found + running.size() && !running.empty()) {
         give_back_pages(q);
         return false;
     }
     q.known = found, q.computed = found * PAGE;
+    if (telling) {
+        for (int p : q.pages)
+            q.told.insert(q.told.end(), pool.pages[p].told.begin(), pool.pages[p].told.end());
+        if (!found) q.told.push_back({q.ids[0], NAN, "", {}}); // nothing predicts it
+        for (TokenInfo& t : q.told) t.top.resize(std::min(t.top.size(), (size_t)q.job.prompt_alternatives));
+        q.told_pages = found, q.told_from = found ? q.pages.back() : -1;
+    }
     while (q.pages.size() < needed) q.pages.push_back(pool.take());
     q.slot = free_slots[q.job.pooled].back();
     free_slots[q.job.pooled].pop_back();
@@ -42,6 +71,7 @@ void Scheduler::preempt(Running::iterator it) {
     Sequence& q = *it->second;
     vacate(q);
     q.pending = 0; // its results in flight are void; `computed` is set when it is admitted again
+    if (q.telling()) q.told.clear();
     figures.preempted++;
     auto back = std::move(it->second);
     if (q.job.adapter) q.job.adapter->running--;
@@ -50,8 +80,11 @@ void Scheduler::preempt(Running::iterator it) {
 }
 
 void Scheduler::remember(Sequence& q) {
-    for (; (q.known + 1) * PAGE <= std::min(q.computed, q.ids.size()); q.known++)
-        q.chain = pool.name(q.pages[q.known], q.chain, &q.ids[q.known * PAGE], q.adapter());
+    for (; (q.known + 1) * PAGE <= std::min(q.computed, q.ids.size()); q.known++) {
+        const bool tells = q.telling() && (q.known + 1) * PAGE < q.prompt; // (its last hidden state is kept)
+        q.chain = pool.name(q.pages[q.known], q.chain, &q.ids[q.known * PAGE], q.adapter(),
+                            tells ? q.job.prompt_alternatives : -1);
+    }
 }
 
 } // namespace server

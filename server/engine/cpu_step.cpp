@@ -4,6 +4,7 @@
 #include "model/instances.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_step.h"
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -29,6 +30,7 @@ void Engine<T>::compute_on_cpu(Step& s) {
     const Batch batch = {N, options.max_seqs + options.texts, s.token.data(), s.pos.data(), s.seq.data(),
                          s.slot.data(), table, max_pages, s.singles};
     forward_step(s, batch);
+    tell_targets(s);
     for (auto& k : s.kept) keep_hidden(s, activations.normed + (size_t)k.row * config.C);
     if (R) head_cpu(ctx, logits, picked, activations.normed, rows.data(), weights.head, (int)rows.size());
     s.told.resize((size_t)R);
@@ -43,6 +45,28 @@ void Engine<T>::compute_on_cpu(Step& s) {
     for (int r = 0; r < R; r++) {
         const uint32_t* mask = masked[(size_t)r] < 0 ? nullptr : &masks[(size_t)masked[(size_t)r] * mask_words()];
         s.told[(size_t)r] = draw_row(drawn_for(s, (size_t)r), logits + (size_t)r * config.V, mask);
+    }
+}
+
+template <class T>
+void Engine<T>::tell_targets(Step& s) {
+    const size_t C = (size_t)config.C, V = (size_t)config.V;
+    T* const normed = activations.normed;
+    move_hidden(s, [&](T* to, const T* from) { std::copy_n(from, C, to); });
+    s.targets_told.resize(s.targets.size());
+    for (size_t first = 0; first < s.targets.size(); first += max_logits()) {
+        const Step::Target* const targets = &s.targets[first];
+        const int R = (int)std::min(max_logits(), s.targets.size() - first);
+        std::vector<int> rows;
+        for (int r = 0; r < R; r++) rows.push_back(targets[r].row);
+        head_cpu(ctx, logits, picked, normed, rows.data(), weights.head, R);
+        #pragma omp parallel for schedule(dynamic) if (R > 1)
+        for (int r = 0; r < R; r++) {
+            const float* row = logits + (size_t)r * V;
+            Likeliest told;
+            likeliest_cpu(ctx, told, row, tokenizer.size(), targets[r].alternatives);
+            s.targets_told[first + (size_t)r] = describe(told, targets[r].id, row[targets[r].id]);
+        }
     }
 }
 

@@ -37,8 +37,9 @@ void Engine<T>::plan() {
     cache.plan(arena, config, (size_t)pages, false, ctx.kv_fp8);
     activations.plan(arena, config, max_rows, !ctx.gpu);
     rope = arena.take<acc<T>>((size_t)options.context * config.D);
-    logits = arena.take<acc<T>>(max_draws() * config.V);
-    picked = arena.take<T>(max_draws() * config.C);
+    logits = arena.take<acc<T>>(max_logits() * config.V);
+    picked = arena.take<T>(max_logits() * config.C);
+    last_hidden = arena.take<T>((size_t)pages * config.C);
     input = arena.take<int>(input_size());
     table = arena.take<int>((size_t)(options.max_seqs + options.texts) * max_pages);
     if (on_gpu) on_gpu->plan();
@@ -48,6 +49,7 @@ template <class T>
 void Engine<T>::choose_sizes() {
     size_t page_bytes = KVCache<T>::bytes(config, 1, ctx.kv_fp8);
     if (on_gpu) page_bytes += on_gpu->more_page_bytes();
+    if (ctx.gpu && !options.kv_bytes) page_bytes += (size_t)config.C * sizeof(T); // last_hidden, outside --kv-memory
     auto room_with = [&](int context) { // bytes for the cache
         options.context = context, max_pages = (context + PAGE - 1) / PAGE;
         arena.used = 0, pages = 0;

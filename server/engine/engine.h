@@ -38,6 +38,7 @@ template <class T> struct Engine final : Scheduler {
     Activations<T> activations;
     KVCache<T> cache;
     T* picked;
+    T* last_hidden;              // (pages, C) of each page's last token, if Page::told is known
     acc<T>* rope;
     int* input;                  // on a GPU: a step's StepNumbers
     std::vector<uint32_t> masks; // (., words) of a step's draws
@@ -61,6 +62,17 @@ template <class T> struct Engine final : Scheduler {
     void draw_masked(Step& s) override;
     void describe_to_gpu(Sequence& q) override;
     void compute_on_cpu(Step& s);
+    void tell_targets(Step& s);
+    // Between `forward` and the targets' logits: copies hidden states from pages to unused rows of activations.normed,
+    // and to pages. (There are such rows: a sequence's first rows have one, and max_rows counts all sequences.)
+    template <class F> void move_hidden(Step& s, F copy) {
+        const size_t C = (size_t)config.C;
+        int unused = (int)s.token.size();
+        for (auto& t : s.targets) {
+            if (t.row < 0) copy(activations.normed + (size_t)(t.row = unused++) * C, last_hidden + (size_t)t.from * C);
+            if (t.to >= 0) copy(last_hidden + (size_t)t.to * C, activations.normed + (size_t)t.row * C);
+        }
+    }
     // mixed: on a GPU, the first rows, of one token each, use kernels that take any mix of adapters.
     void forward_step(const Step& s, const Batch& batch, const MixedRows& mixed = {});
     void keep_hidden(Step& s, const T* row) {

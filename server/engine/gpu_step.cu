@@ -38,6 +38,9 @@ struct StepOnGpu final : GpuStep {
     int *mask_rows, *pinned_masks = nullptr; // (max_seqs), then (max_seqs, words): see Masks
     Likeliest* told;                 // (max_seqs) of the rows that report something,
     float* told_logits;              // (max_seqs) ... and the logits of the sampled tokens
+    int* target_numbers;             // (4, max_rows) of a step's targets: rows, ids, alternatives; positions in a part
+    Likeliest* target_told;          // (max_rows)
+    float* target_logits;            // (max_rows) of the targets
     const Adapter<bf16>** adapted;   // (max_seqs) adapters of a step's first rows,
     float* adapter_sums;             // (max_seqs, the most rows of a product) ... and scratch for their products
     int* pinned_input[2] = {};       // used in turn: a step's inputs are read while the next one's are written
@@ -45,6 +48,9 @@ struct StepOnGpu final : GpuStep {
     bf16* pinned_hidden[2] = {};     // (texts, C)
     Likeliest* pinned_told[2] = {};
     float* pinned_logits[2] = {};
+    int* pinned_targets[2] = {};
+    Likeliest* pinned_target_told[2] = {};
+    float* pinned_target_logits[2] = {};
     const Adapter<bf16>** pinned_adapted[2] = {};
     cudaEvent_t done[2] = {}, masks_there = {};
     cudaStream_t mask_stream = {};
@@ -83,6 +89,11 @@ struct StepOnGpu final : GpuStep {
     }
     void bring_back(Step& s);
 
+    // The log-probabilities of a step's targets, max_logits() rows at a time, before `logits` gets those of the draws.
+    void tell_targets(Step& s);
+    // out[r]: the model's own logit of ids[r] in row rows[r] of `normed`, where it is reported.
+    void logits_of(float* out, const int* ids, const int* seq, const int* wanted, const int* rows, int R);
+
     // Computes the logits. If each block kept its likeliest ids, returns how the head's rows were dealt to blocks.
     RowsDealt head_all(Step& s, const StepNumbers& gpu, int R, bool adjusted);
     DrawState draw_state(const StepNumbers& gpu, int* to, bool adjusted) const;
@@ -120,6 +131,10 @@ void StepOnGpu::plan() {
     mask_rows = arena.take<int>(S * (1 + engine.mask_words()));
     told = arena.take<Likeliest>(S);
     told_logits = arena.take<float>(S);
+    const size_t N = (size_t)engine.max_rows;
+    target_numbers = arena.take<int>(4 * N);
+    target_told = arena.take<Likeliest>(N);
+    target_logits = arena.take<float>(N);
     adapted = arena.take<const Adapter<bf16>*>(S);
     adapter_sums = arena.take<float>(options.adapters ? S * (size_t)std::max({config.C, 2 * config.F,
                                      (config.H + 2 * config.K) * config.D}) : 1);
@@ -135,6 +150,9 @@ void StepOnGpu::open() {
         CUDA_CHECK(cudaMallocHost(&pinned_told[i], (size_t)options.max_seqs * sizeof(Likeliest)));
         CUDA_CHECK(cudaMallocHost(&pinned_logits[i], (size_t)options.max_seqs * sizeof(float)));
         CUDA_CHECK(cudaMallocHost(&pinned_adapted[i], (size_t)options.max_seqs * sizeof(void*)));
+        CUDA_CHECK(cudaMallocHost(&pinned_targets[i], 4 * (size_t)engine.max_rows * sizeof(int)));
+        CUDA_CHECK(cudaMallocHost(&pinned_target_told[i], (size_t)engine.max_rows * sizeof(Likeliest)));
+        CUDA_CHECK(cudaMallocHost(&pinned_target_logits[i], (size_t)engine.max_rows * sizeof(float)));
         CUDA_CHECK(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
     }
 }
@@ -148,7 +166,8 @@ StepOnGpu::~StepOnGpu() {
     for (int i = 0; i < 2; i++)
         cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
             cudaFreeHost(pinned_told[i]), cudaFreeHost(pinned_logits[i]), cudaFreeHost(pinned_adapted[i]),
-            cudaEventDestroy(done[i]);
+            cudaFreeHost(pinned_targets[i]), cudaFreeHost(pinned_target_told[i]),
+            cudaFreeHost(pinned_target_logits[i]), cudaEventDestroy(done[i]);
 }
 
 void StepOnGpu::describe(Sequence& q) {
@@ -238,6 +257,7 @@ void StepOnGpu::compute(Step& s) {
         prepare();
         launch_part(graph, {N, splits, part, s.tells, adapts}, [&] {
             engine.forward_step(s, batch, adapts ? MixedRows{batch.singles, adapted, adapter_sums} : MixedRows());
+            tell_targets(s); // (a step with targets has rows that are not singles, so it is no graph)
             if (R == 0) return;
             const RowsDealt dealt = head_all(s, gpu, R, part != PLAIN);
             if (part != BEFORE_MASKS) draw_all(s, gpu, R, part != PLAIN, dealt, {});
@@ -267,7 +287,44 @@ void StepOnGpu::bring_back(Step& s) {
     };
     if (s.drawn > 0 && !s.straight) copy(pinned_drawn[s.turn], drawn);
     if (s.drawn > 0 && s.tells) copy(pinned_told[s.turn], told), copy(pinned_logits[s.turn], told_logits);
+    if (const size_t R = s.targets.size(); R > 0) {
+        CUDA_CHECK(cudaMemcpyAsync(pinned_target_told[s.turn], target_told, R * sizeof(Likeliest),
+                                   cudaMemcpyDeviceToHost, ctx.gpu->stream));
+        CUDA_CHECK(cudaMemcpyAsync(pinned_target_logits[s.turn], target_logits, R * sizeof(float),
+                                   cudaMemcpyDeviceToHost, ctx.gpu->stream));
+    }
     CUDA_CHECK(cudaEventRecord(done[s.turn], ctx.gpu->stream));
+}
+
+void StepOnGpu::tell_targets(Step& s) {
+    const int R = (int)s.targets.size(), most = (int)engine.max_logits();
+    if (R == 0) return;
+    engine.move_hidden(s, [&](bf16* to, const bf16* from) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, (size_t)config.C * sizeof(bf16), cudaMemcpyDeviceToDevice,
+                                   ctx.gpu->stream));
+    });
+    int* const host = pinned_targets[s.turn];
+    for (int r = 0; r < R; r++) {
+        const Step::Target& t = s.targets[(size_t)r];
+        host[r] = t.row, host[R + r] = t.id, host[2 * R + r] = t.alternatives, host[3 * R + r] = r % most;
+    }
+    CUDA_CHECK(cudaMemcpyAsync(target_numbers, host, 4 * (size_t)R * sizeof(int), cudaMemcpyHostToDevice,
+                               ctx.gpu->stream));
+    for (int first = 0; first < R; first += most) {
+        const int n = std::min(most, R - first);
+        const int *rows = target_numbers + first, *ids = rows + R, *wanted = ids + R, *seq = wanted + R;
+        head_gpu(ctx, engine.logits, engine.picked, activations.normed, rows, weights.head, n);
+        likeliest_gpu(ctx, target_told + first, engine.logits, (size_t)config.V, tokenizer.size(), seq, wanted, n);
+        logits_of(target_logits + first, ids, seq, wanted, rows, n);
+    }
+}
+
+void StepOnGpu::logits_of(float* out, const int* ids, const int* seq, const int* wanted, const int* rows, int R) {
+    const auto tell = [&](auto W) {
+        launch(ctx, drawn_logit_kernel<decltype(W)>, (unsigned)R, 32, 0, out, ids, seq, wanted, activations.normed,
+               rows, W, config.C);
+    };
+    if (!Optional::packed_rows(weights.head, tell)) tell(PlainHead{weights.head.w[0]});
 }
 
 RowsDealt StepOnGpu::head_all(Step& s, const StepNumbers& gpu, int R, bool adjusted) {
@@ -297,12 +354,7 @@ void StepOnGpu::draw_all(const Step& s, const StepNumbers& gpu, int R, bool adju
         launch_kernel(ctx, early, adjust_kernel, (unsigned)R, 1024, 0, engine.logits, V, gpu.draw_seq, slots, masks);
     sample_gpu(ctx, adjusted ? ctx.gpu->overlap : early, engine.logits, V, draws, dealt.blocks ? best : nullptr, dealt,
                draw_state(gpu, s.straight ? pinned_drawn[s.turn] : drawn, adjusted), R);
-    if (!s.tells) return;
-    const auto tell = [&](auto W) {
-        launch(ctx, drawn_logit_kernel<decltype(W)>, (unsigned)R, 32, 0, told_logits, drawn, gpu.draw_seq,
-               slots.wanted, activations.normed, gpu.draw_row, W, config.C);
-    };
-    if (!Optional::packed_rows(weights.head, tell)) tell(PlainHead{weights.head.w[0]});
+    if (s.tells) logits_of(told_logits, drawn, gpu.draw_seq, slots.wanted, gpu.draw_row, R);
 }
 
 void StepOnGpu::draw_masked(Step& s) {
@@ -335,6 +387,13 @@ void StepOnGpu::draw_masked(Step& s) {
     bring_back(s);
 }
 
+// The logit of `id` as the head computed it, where the likeliest ids include it.
+static float exact(const Likeliest& row, int id, float logit) {
+    for (int k = 0; k < row.count; k++)
+        if (row.id[k] == id) logit = row.logit[k];
+    return logit;
+}
+
 void StepOnGpu::collect(Step& s) {
     CUDA_CHECK(cudaEventSynchronize(done[s.turn]));
     if (s.one_kernel) road->check();
@@ -342,9 +401,14 @@ void StepOnGpu::collect(Step& s) {
     if (s.tells) {
         s.rows_told.assign(pinned_told[s.turn], pinned_told[s.turn] + s.draws.size());
         s.logits.assign(pinned_logits[s.turn], pinned_logits[s.turn] + s.draws.size());
-        for (size_t i = 0; i < s.ids.size(); i++) // exact, where the likeliest ids include it
-            for (int k = 0; s.wanted[i] >= 0 && k < s.rows_told[i].count; k++)
-                if (s.rows_told[i].id[k] == s.ids[i]) s.logits[i] = s.rows_told[i].logit[k];
+        for (size_t i = 0; i < s.ids.size(); i++)
+            if (s.wanted[i] >= 0) s.logits[i] = exact(s.rows_told[i], s.ids[i], s.logits[i]);
+    }
+    for (size_t i = 0; i < s.targets.size(); i++) {
+        const Likeliest& row = pinned_target_told[s.turn][i];
+        const int id = s.targets[i].id;
+        const float logit = exact(row, id, pinned_target_logits[s.turn][i]);
+        s.targets_told.push_back(server::describe(row, id, logit));
     }
     for (size_t i = 0; i < s.kept.size(); i++) engine.keep_hidden(s, pinned_hidden[s.turn] + i * (size_t)config.C);
 }

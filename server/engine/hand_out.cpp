@@ -14,6 +14,7 @@ void Scheduler::hand_out(Step& s) {
     const int hoped = std::exchange(expected, -1);
     if (ctx.gpu && s.alone) lookup.came(s.token.size(), handed_out, s.begun, s.from_idle);
     else lookup.paused();
+    take_targets(s);
     for (size_t i = 0; i < s.draws.size(); i++) {
         const auto it = running.find(s.draws[i].rank);
         const bool valid = it != running.end() && it->second->admission == s.draws[i].admission;
@@ -38,11 +39,45 @@ void Scheduler::hand_out(Step& s) {
     }
 }
 
+void Scheduler::take_targets(Step& s) {
+    for (size_t i = 0; i < s.targets.size(); i++) {
+        const auto it = running.find(s.targets[i].rank);
+        if (it == running.end() || it->second->admission != s.targets[i].admission) continue;
+        Sequence& q = *it->second;
+        q.told.push_back(std::move(s.targets_told[i]));
+        if (q.told.size() != (q.told_pages + 1) * PAGE + 1) continue; // the page is full, and its last row computed
+        PagePool::Page& page = pool.pages[(size_t)q.pages[q.told_pages++]];
+        if (!page.name) continue; // another page with this content has its own
+        page.told.assign(q.told.end() - 1 - PAGE, q.told.end() - 1);
+        page.alternatives = q.job.prompt_alternatives;
+    }
+    for (auto& o : s.over) {
+        const auto it = running.find(o.rank);
+        if (it == running.end() || it->second->admission != o.admission) continue;
+        Sequence& q = *it->second;
+        Piece piece;
+        piece.choice = q.job.choice, piece.cached = q.cached, piece.finish = "length";
+        tell_prompt(q, piece);
+        figures.cut++, figures.whole.add(seconds() - q.job.arrived);
+        outbox.push_back({q.job.reply, std::move(piece)});
+        leave(it);
+    }
+}
+
+void Scheduler::tell_prompt(Sequence& q, Piece& piece) const {
+    if (std::exchange(q.job.prompt_alternatives, -1) < 0) return;
+    Utf8Stream characters;
+    for (TokenInfo& t : q.told) t.text = characters.feed(tokenizer.bytes(t.id));
+    q.told.back().text += characters.flush();
+    piece.prompt = std::exchange(q.told, {});
+}
+
 bool Scheduler::accept(Sequence& q, TokenInfo&& info) {
     Job& job = q.job;
     const int id = info.id;
     Piece piece;
     q.pending--;
+    tell_prompt(q, piece);
     const bool end = ends(q, id);
     if (job.min_tokens && q.ids.size() - q.prompt == job.min_tokens) q.speech.filter.stops = job.stops;
     const auto state = q.speech.state;
@@ -63,6 +98,7 @@ bool Scheduler::accept(Sequence& q, TokenInfo&& info) {
         piece.finish = q.speech.calls ? "tool_calls" : "stop", figures.stopped++;
     else if (lost || piece.count == job.max_tokens) piece.finish = "length", figures.cut++;
     if (piece.finish) q.speech.finish(piece), piece.thoughts = q.thoughts, piece.stop = q.speech.filter.found;
+    if (end && job.tells_end && !q.speech.filter.stopped) piece.tokens.push_back(std::move(info));
 
     const double now = seconds();
     figures.answer_tokens++;
@@ -73,7 +109,8 @@ bool Scheduler::accept(Sequence& q, TokenInfo&& info) {
     q.last = now;
     const bool last = piece.finish;
     piece.choice = job.choice;
-    if (last || job.every || !piece.text.empty() || !piece.tokens.empty() || !piece.calls.empty())
+    if (last || job.every || !piece.text.empty() || !piece.tokens.empty() || !piece.prompt.empty() ||
+        !piece.calls.empty())
         outbox.push_back({job.reply, std::move(piece)});
     return last;
 }

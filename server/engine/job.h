@@ -27,11 +27,13 @@ struct Job {
     std::vector<std::pair<int, float>> bias; // ids and their biases, which are added after the penalties
     std::vector<std::string> stops;
     std::vector<int> ends;            // end ids, beside the model's
-    size_t max_tokens = 0, min_tokens = 0; // nothing ends the answer before min_tokens
+    size_t max_tokens = 0, min_tokens = 0; // 0: only the prompt is computed; nothing ends the answer before min_tokens
     bool ignore_eos = false, thinking = false;
     bool specials = false;            // special tokens are returned as text
     bool every = false;               // one piece per token, even without text: shows that a stream is alive
     int alternatives = -1;            // alternatives reported per token; -1: not even its own log-probability
+    int prompt_alternatives = -1;     // ... the same per token of the prompt, which are reported with the first piece
+    bool tells_end = false;           // the end token is among the reported ones, without text
     std::shared_ptr<Automaton> form{}; // constrains the answer after its thought;
     bool form_of_calls = false;       // ... or, instead, the text after each <tool_call>
     std::shared_ptr<const std::set<std::string>> tools{}; // callable tools; null: <tool_call> is text

@@ -3,6 +3,7 @@
 #include "base/file.h"
 #include "qwen3.cu"
 #include "server/engine/random_bits.h"
+#include "server/engine/reply.h"
 #include <cstdint>
 #include <map>
 #include <unordered_map>
@@ -21,6 +22,11 @@ struct PagePool {
         uint64_t name = 0, before = 0; // 0: no name
         uint64_t adapter = 0;
         uint64_t idle_since = 0;
+        // Log-probabilities of its tokens, with so many alternatives; the engine then also keeps the hidden state of
+        // the last one, which the first token of the next page is predicted from. Empty: not known.
+        std::vector<TokenInfo> told{};
+        int alternatives = -1;
+        bool tells(int wanted) const { return !told.empty() && alternatives >= wanted; }
     };
     std::vector<Page> pages;
     std::map<uint64_t, int> idle;      // by idle_since
@@ -40,9 +46,11 @@ struct PagePool {
     // The page with these ids behind the page of that name, or -1.
     int find(uint64_t before, const int* ids, uint64_t adapter = 0) const;
     // Names page p, which now holds these ids. Returns the name; if another page has it already, p stays unnamed.
-    uint64_t name(int p, uint64_t before, const int* ids, uint64_t adapter = 0);
+    // tells >= 0: p will know log-probabilities with so many alternatives; it takes the name of a page that does not.
+    uint64_t name(int p, uint64_t before, const int* ids, uint64_t adapter = 0, int tells = -1);
 
   private:
+    void forget(int p); // its name
     uint64_t start = random_bits(); // random, so that no client can construct collisions
     uint64_t hash(uint64_t before, const int* ids, uint64_t adapter) const {
         return fnv1a(ids, PAGE * sizeof(int), fnv1a(&before, sizeof before, start ^ adapter));

@@ -49,6 +49,8 @@ void Scheduler::group_rows(Step& s) {
     }
     for (auto* rows : {&s.draws, &s.kept})
         for (auto& d : *rows) d.row = to[(size_t)d.row];
+    for (auto& t : s.targets)
+        if (t.row >= 0) t.row = to[(size_t)t.row];
     std::vector<Step::Part> joined;
     for (auto& p : s.parts)
         if (!joined.empty() && joined.back().adapter == p.adapter) joined.back().rows += p.rows;
@@ -59,7 +61,7 @@ void Scheduler::group_rows(Step& s) {
 size_t Scheduler::wanted(bool texts, size_t most) const {
     size_t n = 0, slots = free_slots[texts].size(), needed = running.size();
     for (auto& [rank, q] : running)
-        if (q->job.pooled == texts && q->left() > (texts ? 0 : 1)) n += q->left();
+        if (q->job.pooled == texts) n += q->prompt_left();
     for (auto line = waiting.lower_bound(texts ? Job::TEXTS : 0); line != waiting.end(); ++line) {
         if (!texts && line->first >= Job::TEXTS) break;
         for (auto& [place, q] : line->second) {
@@ -87,11 +89,16 @@ size_t Scheduler::add_prompts(Step& s, bool texts, const size_t budget, const si
         left -= n;
     };
     for (auto& [rank, q] : running)
-        if (q->job.pooled == texts && q->left() > (texts ? 0 : 1) && left > 0) chunk(*q);
-    while (left > 0 && !free_slots[texts].empty()) {
+        if (q->job.pooled == texts && q->prompt_left() > 0 && left > 0) chunk(*q);
+    std::vector<std::unique_ptr<Sequence>> later; // they wait for pages; so many at most, since each step looks at them
+    while (left > 0 && !free_slots[texts].empty() && later.size() < 64) {
         const auto line = next_line(texts);
         if (line == waiting.end()) break;
         const auto first = line->second.begin();
+        if (awaits_pages(*first->second)) {
+            later.push_back(leave_line(line->first, first));
+            continue;
+        }
         if (kept && pool.available() < kept + first->second->pages_needed() + running.size() + 1) break;
         if (!admit(*first->second)) break;
         auto q = leave_line(line->first, first);
@@ -101,12 +108,14 @@ size_t Scheduler::add_prompts(Step& s, bool texts, const size_t budget, const si
         if (q->job.adapter) q->job.adapter->running++;
         running[rank] = std::move(q);
     }
+    for (auto& q : later) join_line(std::move(q));
     return budget - left;
 }
 
 void Scheduler::add(Step& s, Sequence& q, size_t n) {
     service[q.job.line()] += n;
     s.parts.push_back({(int)s.token.size(), (int)n, q.job.adapter});
+    if (q.telling()) add_targets(s, q, n);
     for (size_t i = 0; i < n; i++, q.computed++) {
         s.token.push_back(q.computed < q.ids.size() ? q.ids[q.computed] : -1);
         s.pos.push_back((int)q.computed);
@@ -114,8 +123,19 @@ void Scheduler::add(Step& s, Sequence& q, size_t n) {
         s.slot.push_back(q.pages[q.computed / PAGE] * PAGE + (int)(q.computed % PAGE));
     }
     if (q.left() > 0) return;
-    (q.job.pooled ? s.kept : s.draws).push_back({q.rank, q.admission, (int)s.token.size() - 1});
-    q.pending += !q.job.pooled;
+    const bool draws = !q.job.pooled && q.job.max_tokens > 0;
+    (q.job.pooled ? s.kept : draws ? s.draws : s.over).push_back({q.rank, q.admission, (int)s.token.size() - 1});
+    q.pending += draws;
+}
+
+void Scheduler::add_targets(Step& s, Sequence& q, size_t n) {
+    const int k = q.job.prompt_alternatives, first = (int)s.token.size();
+    if (const int from = std::exchange(q.told_from, -1); from >= 0)
+        s.targets.push_back({q.rank, q.admission, q.ids[q.computed], k, -1, from, -1});
+    for (size_t i = 0, at = q.computed; i < n && at + 1 < q.prompt; i++, at++) {
+        const int page_ended = at % PAGE == PAGE - 1 ? q.pages[at / PAGE] : -1;
+        s.targets.push_back({q.rank, q.admission, q.ids[at + 1], k, first + (int)i, -1, page_ended});
+    }
 }
 
 } // namespace server

@@ -7,7 +7,8 @@ namespace server {
 
 size_t bytes_of(const Piece& piece) {
     size_t n = sizeof piece + piece.text.size() + piece.hidden.size() * sizeof(float);
-    for (auto& t : piece.tokens) n += sizeof t + t.text.size() + t.top.size() * sizeof(Alternative);
+    for (auto* tokens : {&piece.tokens, &piece.prompt})
+        for (auto& t : *tokens) n += sizeof t + t.text.size() + t.top.size() * sizeof(Alternative);
     for (auto& c : piece.calls) n += sizeof c + c.name.size() + c.arguments.size();
     return n;
 }
@@ -19,6 +20,7 @@ void Reply::put(Piece&& piece) {
     if (at == pieces.rend() || after_call) return pieces.push_back(std::move(piece));
     at->text += piece.text;
     std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));
+    std::move(piece.prompt.begin(), piece.prompt.end(), std::back_inserter(at->prompt));
     std::move(piece.calls.begin(), piece.calls.end(), std::back_inserter(at->calls));
     at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached;
     at->thoughts = piece.thoughts, at->stop = std::move(piece.stop);

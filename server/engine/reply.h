@@ -30,6 +30,7 @@ struct Piece {
     bool thought = false; // part of the thought
     std::string text;
     std::vector<TokenInfo> tokens;
+    std::vector<TokenInfo> prompt{}; // in the first piece, if requested; the first token's log-probability is NaN
     std::vector<CallPart> calls{};
     const char* finish = nullptr;  // in the last piece: "stop", "length" or "tool_calls",
     size_t count = 0;              // tokens sampled, the end token included

@@ -69,7 +69,7 @@ struct Scheduler {
     Figures figures;
     int pages = 0, max_rows, max_pages;
     int* table = nullptr;      // (max_seqs + texts, max_pages)
-    float* logits = nullptr;   // (max_draws(), V) of the step
+    float* logits = nullptr;   // (max_logits(), V) of the step
     PagePool pool;
     std::vector<int> free_slots[2];          // for answers, for pooled texts
     Running running;                         // by rank: in the order of their first admission
@@ -90,6 +90,8 @@ struct Scheduler {
 
     bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
     size_t max_draws() const { return (size_t)std::max(options.max_seqs, options.lookup + 1); }
+    // Rows that go through the head at once: more where few answers run, since a prompt has many targets.
+    size_t max_logits() const { return std::max<size_t>(max_draws(), 64); }
 
     // Copies to the memory where the engine computes.
     template <class U> void give(U* to, const U* from, size_t n) { copy_in(ctx, to, from, n); }
@@ -153,9 +155,19 @@ struct Scheduler {
     // Adds the next n rows of q; if they are the last, its next token is sampled.
     void add(Step& s, Sequence& q, size_t n);
 
+    // Adds the targets among these rows of a prompt, before they are counted as computed.
+    void add_targets(Step& s, Sequence& q, size_t n);
+
     // Takes a slot, and pages for all tokens and the next one. Cached tokens are not recomputed, except the last, whose
-    // logits are needed. False: not enough pages. One free page remains for each running job.
+    // logits are needed, and those in pages that do not know log-probabilities, if the job reports these. False: not
+    // enough pages. One free page remains for each running job.
     bool admit(Sequence& q);
+
+    // The cached pages that a sequence can begin with.
+    std::vector<int> cached_pages(const Sequence& q) const;
+
+    // Whether running prompts are computing log-probabilities that q could share: a question's answers begin alike.
+    bool awaits_pages(const Sequence& q) const;
 
     void give_back_pages(Sequence& q) { // last page first: a page is useless without those before it
         for (; !q.pages.empty(); q.pages.pop_back()) pool.release(q.pages.back());
@@ -168,6 +180,12 @@ struct Scheduler {
 
     // ---- Results
     void hand_out(Step& s);
+
+    // Gives the log-probabilities of a prompt's targets to the sequences, and to the pages that they complete.
+    void take_targets(Step& s);
+
+    // The prompt's tokens with their texts, which joined are its text.
+    void tell_prompt(Sequence& q, Piece& piece) const;
 
     // While the sampled token equals the proposed one, its logits are there, and the next token is sampled. True if a
     // token was the answer's last.

@@ -35,11 +35,18 @@ struct Sequence {
     double last = 0;           // when its last token came
     std::unique_ptr<Matcher> matcher{}; // of the job's form
     std::deque<int> forced{};  // the next tokens, forced by the form
+    std::vector<TokenInfo> told{}; // log-probabilities of the prompt so far, if requested,
+    size_t told_pages = 0;     // ... pages whose share of these the pool has,
+    int told_from = -1;        // ... and the cached page whose last hidden state predicts the next
 
     Sequence(Job&& j, const Tokenizer& t, uint64_t arrival);
     size_t total() const { return ids.size() + pending; }
     size_t left() const { return total() - computed; }
     size_t answered() const { return total() - prompt; }
+    // Tokens that a step takes as a chunk of a prompt. (An answer's next token is not one.)
+    size_t prompt_left() const { return job.pooled || !job.max_tokens || left() > 1 ? left() : 0; }
+    bool telling() const { return job.prompt_alternatives >= 0 && told.size() < prompt; }
+    uint64_t space() const { return job.space ? job.space : job.salt; } // in which prompts share pages
     uint64_t adapter() const { return job.adapter ? job.adapter->number : 0; }
     size_t pages_needed() const { return job.pooled ? (ids.size() + PAGE - 1) / PAGE : ids.size() / PAGE + 1; }
 };

@@ -19,6 +19,12 @@ struct Step {
     std::vector<Draw> draws;
     std::vector<Draw> kept;    // rows whose hidden states are kept,
     std::vector<float> hidden; // ... and these: (., C)
+    std::vector<Draw> over;    // answers of no tokens, whose prompts end here
+    // A token of a prompt whose log-probability is reported: predicted from a row, or (row -1) from the last hidden
+    // state of a page. The hidden state of the row is kept for the page `to`, if that is not -1.
+    struct Target { uint64_t rank, admission; int id, alternatives, row, from, to; };
+    std::vector<Target> targets;
+    std::vector<TokenInfo> targets_told;
     std::vector<int> wanted;   // per draw: alternatives to report; -1: not even the log-probability
     bool tells = false;        // some draw reports something
     std::vector<TokenInfo> told; // the sampled tokens, on a CPU; on a GPU:

@@ -144,13 +144,13 @@ static const char OPENAPI[] = R"json({
     "Chat": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["messages"], "properties": {
       "messages": {"$ref": "#/components/schemas/Messages"}, "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647},
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
-      "logprobs": {"type": ["boolean", "null"]}, "tools": {"type": ["array", "null"], "maxItems": 128}, "response_format": {"type": ["object", "null"]},
+      "logprobs": {"type": ["boolean", "null"]}, "prompt_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20}, "tools": {"type": ["array", "null"], "maxItems": 128}, "response_format": {"type": ["object", "null"]},
       "use_documents": {"type": ["boolean", "null"]}}}]},
     "Completion": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["prompt"], "properties": {
       "prompt": {"oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
         {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}, {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}}]},
-      "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
-      "echo": {"type": ["boolean", "null"]}}}]},
+      "max_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
+      "echo": {"type": ["boolean", "null"]}, "logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20}, "prompt_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20}}}]},
     "Embeddings": {"type": "object", "required": ["input"], "properties": {
       "input": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
         {"type": "array", "minItems": 1, "maxItems": 2048, "items": {"oneOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}]}}]},

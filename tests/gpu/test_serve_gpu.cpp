@@ -357,6 +357,37 @@ TEST_CASE("adapters in one graph: log-probabilities are, but for rounding, those
     }
 }
 
+TEST_CASE("log-probabilities of prompts are, but for rounding, those of a Session, beside answers and from cached pages") {
+    on_gpu(false);
+    Random random{23};
+    for (auto [max_seqs, chunk] : {std::pair{2, 100}, {16, 40}}) { // more targets in a step than rows of logits at once
+        Bench bench(EngineOptions{256, max_seqs, chunk, 2 * chunk, 4'000'000});
+        std::vector<Job> jobs;
+        for (int i = 0; i < 24; i++) {
+            jobs.push_back(random_job(random, 256));
+            jobs.back().prompt_alternatives = i % 4 == 3 ? -1 : i % 4 * 2;
+            if (i % 3 == 0) jobs.back().max_tokens = 0;
+        }
+        run_all(bench, random, jobs);
+        size_t cached = 0;
+        for (const Job& job : jobs) {
+            REQUIRE(!job.reply->pieces.empty());
+            const std::vector<TokenInfo>& told = job.reply->pieces[0].prompt;
+            REQUIRE(told.size() == (job.prompt_alternatives < 0 ? 0 : job.prompt.size()));
+            Session<bf16> session(tiny().file.config, tiny().weights, 256, where);
+            Differences differences;
+            for (size_t n = 0; n + 1 < told.size(); n++) {
+                session.feed({job.prompt[n]});
+                CHECK(told[n + 1].id == job.prompt[n + 1]);
+                differences.add(told[n + 1], told_of(session.logits, job.prompt[n + 1], job.prompt_alternatives));
+            }
+            if (differences.count) differences.check();
+            if (!told.empty()) cached += job.reply->pieces.back().cached;
+        }
+        CHECK(cached > 0);
+    }
+}
+
 TEST_CASE("one kernel a token with an adapter: the graph's logits but for one more rounding of each weight, on every run the same bits") {
     on_gpu(false);
     const RandomCheckpoint m(where, 1024, 3072, 16, 8, 4096, 2, true);

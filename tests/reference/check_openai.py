@@ -45,6 +45,10 @@ limited = client.chat.completions.create(model=model, messages=messages, max_com
                                          presence_penalty=0.5, frequency_penalty=0.5, user="someone")
 assert limited.usage.completion_tokens <= 3
 
+scored = client.completions.create(model=model, prompt=["A warp is", [5, 6]], max_tokens=0, echo=True, logprobs=2).choices[0]
+assert scored.text == "A warp is" == "".join(scored.logprobs.tokens) and scored.logprobs.text_offset[0] == 0
+assert scored.logprobs.token_logprobs[0] is scored.logprobs.top_logprobs[0] is None and max(scored.logprobs.token_logprobs[1:]) < 0
+
 done = client.completions.create(model=model, prompt=["one", "two"], max_tokens=5, logprobs=2, seed=1)
 assert len(done.choices) == 2 and done.object == "text_completion"
 assert "".join(done.choices[0].logprobs.tokens) == done.choices[0].text

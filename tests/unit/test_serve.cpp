@@ -750,7 +750,7 @@ TEST_CASE("every documented field is done or refused by name") {
              "\"tool_choice\": \"none\"", "\"tool_choice\": \"auto\"", "\"tools\": []", "\"function_call\": \"auto\"", "\"parallel_tool_calls\": true",
              "\"parallel_tool_calls\": false", "\"response_format\": {\"type\":\"text\"}", "\"use_beam_search\": false", "\"length_penalty\": 1.0",
              "\"best_of\": 1", "\"modalities\": [\"text\"]", "\"store\": false", "\"service_tier\": \"auto\"", "\"verbosity\": \"medium\"",
-             "\"prompt_logprobs\": null", "\"structured_outputs\": null", "\"suffix\": \"\"", "\"skip_special_tokens\": true", "\"spaces_between_special_tokens\": true",
+             "\"prompt_logprobs\": null", "\"prompt_logprobs\": 0", "\"structured_outputs\": null", "\"suffix\": \"\"", "\"skip_special_tokens\": true", "\"spaces_between_special_tokens\": true",
              "\"include_reasoning\": true", "\"echo\": false", "\"user\": \"me\", \"metadata\": {\"a\": \"b\"}, \"prompt_cache_key\": \"k\", \"safety_identifier\": \"s\"",
              "\"min_tokens\": 0", "\"stop_token_ids\": []", "\"bad_words\": []", "\"allowed_token_ids\": null", "\"reasoning_effort\": \"low\"", "\"priority\": -5",
              "\"cache_salt\": \"x\"", "\"request_id\": \"my-1_2\"", "\"truncate_prompt_tokens\": 5", "\"add_generation_prompt\": false",
@@ -767,7 +767,7 @@ TEST_CASE("every documented field is done or refused by name") {
              {"\"tool_choice\": \"required\"", "tool_choice"}, {"\"tool_choice\": {\"type\": \"function\"}", "tool_choice"}, {"\"tools\": [{}]", "tools"},
              {"\"parallel_tool_calls\": 1", "parallel_tool_calls"}, {"\"structured_outputs\": {\"choice\": []}", "structured_outputs"},
              {"\"response_format\": {\"type\": \"xml\"}", "response_format"}, {"\"guided_json\": {\"not\": {}}", "guided_json"},
-             {"\"prompt_logprobs\": 0", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
+             {"\"prompt_logprobs\": 21", "prompt_logprobs"}, {"\"chat_template\": \"{{x}}\"", "chat_template"}, {"\"use_beam_search\": true", "use_beam_search"},
              {"\"length_penalty\": 2", "length_penalty"}, {"\"best_of\": 2", "best_of"}, {"\"echo\": true", "echo"}, {"\"store\": true", "store"},
              {"\"include_stop_str_in_output\": true", "include_stop_str_in_output"}, {"\"return_token_ids\": true", "return_token_ids"},
              {"\"service_tier\": \"slow\"", "service_tier"}, {"\"stream_interval\": 2", "stream_interval"}, {"\"return_prompt_text\": true", "return_prompt_text"},
@@ -786,7 +786,7 @@ TEST_CASE("every documented field is done or refused by name") {
              {"\"stream\": true, \"stream_options\": {\"continuous_usage_stats\": true}", "continuous_usage_stats"},
              {"\"continue_final_message\": true, \"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"tool\", \"content\": \"b\"}]", "messages"}})
         CHECK_MESSAGE(refused_for(row.first) == row.second, row.first);
-    CHECK(refused_for("\"echo\": true, \"logprobs\": 1", false) == "echo");
+    CHECK(refused_for("\"echo\": true, \"logprobs\": 1", false) == "-");
     CHECK(refused_for("\"echo\": true", false) == "-");
     CHECK(understood("\"request_id\": \"my-1\"").id == "chatcmpl-my-1");
     CHECK(understood("\"reasoning_effort\": \"high\"").jobs[0].thinking);
@@ -1341,7 +1341,6 @@ TEST_CASE("what is malformed or out of range is refused by name") {
     CHECK(server.chat(question("a", "\"model\": \"tiny\", \"seed\": null, \"stop\": null, \"max_tokens\": 1, \"session_id\": \"s\"")).status == 200);
     for (const char* prompt : {"\"\"", "[]", "5", "[1.5]", "[-1]", "[1024]", "[[]]", "[\"a\", 1]", "[[1], {}]", "null"})
         check_refused(server.post("/v1/completions", format("{\"prompt\": %s}", prompt)), 400, "prompt");
-    check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"echo\": true, \"logprobs\": 1}"), 400, "echo");
     check_refused(server.post("/v1/completions", "{\"prompt\": \"a\", \"n\": 2, \"best_of\": 3}"), 400, "best_of");
     check_refused(server.post("/tokenize", "{}"), 400, "prompt");
     check_refused(server.post("/detokenize", "{\"tokens\": [99999]}"), 400, "tokens");
