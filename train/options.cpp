@@ -85,7 +85,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--allow-leak", "", "... also if rows of TRAIN.bin are in it", flag(o.allow_leak)},
         {"", "--save-every", "N", "steps from one checkpoint to the next (default: every epoch)",
          whole(o.save_every, 1, INT64_MAX)},
-        {"", "--tensorboard", "", "the log also as an event file in OUT: tensorboard --logdir OUT", flag(o.tensorboard)},
+        {"", "--tensorboard", "", "the log also as an event file in OUT: tensorboard --logdir OUT",
+         flag(o.tensorboard)},
         {"", "--resume", "", "goes on with the run in OUT", flag(o.resume)},
         {"", "--overwrite", "", "replaces it; with --merge also what is at PATH", flag(o.overwrite)},
         {"", "--merge", "PATH", "afterwards: a model.bin (PATH ends in .bin) or a Hugging Face folder\n"

@@ -145,8 +145,8 @@ TEST_CASE("docs: every option of a command is one of its program's") {
 TEST_CASE("docs: every option that is named is some program's") {
     std::set<std::string> known = {"--gpus", "--stop-timeout", "--now", "--version",
                                    "--nproc-per-node", "--no-python", "--nnodes", "--node-rank", "--master-addr",
-                                   "--ntasks-per-node", "--gpus-per-task", "--sandbox",
-                                   "--shape"}; // docker, systemctl, nvcc; launchers; pandoc; tests/reference/parity.py
+                                   "--ntasks-per-node", "--gpus-per-task", "--sandbox", "--logdir",
+                                   "--shape"}; // docker, systemctl, nvcc; launchers; pandoc; tensorboard; tests/reference/parity.py
     for (const char* name : {"qwen3", "train_lora", "datagen", "serve", "export.py", "get", "teach"}) {
         if (!options().count(name)) {
             printf("skipped: options named in docs: there is no %s here\n", name);
