@@ -120,9 +120,9 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--logits", "FILE", "with -i, --raw or --ids: float32 logits of every position, then stop",
          text(o.logits_file)},
         {"", "--logits-hash", "", "the same, as one 64-bit hash on stdout", flag(o.logits_hash)},
-        {"", "--convert", "OUT", "the model as one model.bin, in which what is quantised becomes bf16; as GGUF\n"
-         "if OUT ends in .gguf, with its tokenizer and chat template: INT8 as Q8_0,\n"
-         "INT4 as Q4_0 or Q4_1", file_name(o.convert)},
+        {"", "--convert", "OUT", "the model as one model.bin, where what is quantised becomes bf16; or, if\n"
+         "OUT ends in .gguf, as GGUF with tokenizer and chat template: INT8 as\n"
+         "Q8_0, INT4 as Q4_0 or Q4_1", file_name(o.convert)},
         {"", "--convert-adapter", "OUT.gguf", "the adapter of --adapter as GGUF", file_name(o.convert_adapter)},
         {"", "--quantize", "FORMAT OUT.bin", "the model in fewer bits: int4 (4.2 a weight), int8 (8.5) or fp8 (8)",
          [&o](const char*, const char* v) { (o.quantize.empty() ? o.quantize : o.quantize_to) = v; }},

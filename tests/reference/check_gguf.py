@@ -73,7 +73,7 @@ def gguf_name(name):
     if name.startswith("model.layers."):
         _, _, layer, part = name.split(".", 3)
         return f"blk.{layer}.{NAMES[part]}.weight"
-    return {"model.embed_tokens": "token_embd.weight", "model.norm": "output_norm.weight", "lm_head": "output.weight"}[name]
+    return {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}[name] + ".weight"
 
 
 theirs = {t.name: t for t in reader.tensors}
@@ -130,8 +130,8 @@ def compare(server, extra):
                                                 "chat_template_kwargs": {"enable_thinking": False}})["prompt"]
         ids = post(server, "/tokenize", {"content": text, "parse_special": True})["tokens"]
         assert ids == [int(i) for i in ours(*model, "--tokenize", text).split()], text
-        found = post(server, "/completion", {"prompt": ids, "n_predict": TOKENS, "temperature": 0, "cache_prompt": False,
-                                             "n_probs": vocabulary, "return_tokens": True})
+        found = post(server, "/completion", {"prompt": ids, "n_predict": TOKENS, "temperature": 0,
+                                             "cache_prompt": False, "n_probs": vocabulary, "return_tokens": True})
         answers += 1
         want = ours(*model, *extra, "-d", "cpu", "-i", question, "-t", "0", "-n", str(TOKENS))
         same_answers += want.rstrip("\n") == found["content"].rstrip("\n")
@@ -156,7 +156,8 @@ def compare(server, extra):
             kl.append(float((numpy.exp(mine[there]) * (mine[there] - other[there])).sum()))
             same_first += int(mine.argmax() == other.argmax())
     print(f"{answers} questions, the ids are ours; {same_answers} greedy answers are ours; {len(kl)} positions, "
-          f"{same_first} with the same likeliest token, KL(ours || llama.cpp) mean {numpy.mean(kl):.2g}, largest {max(kl):.2g}")
+          f"{same_first} with the same likeliest token, "
+          f"KL(ours || llama.cpp) mean {numpy.mean(kl):.2g}, largest {max(kl):.2g}")
 
 
 server = serve()

@@ -70,6 +70,14 @@ TEST_CASE("GGUF out: F32, F16 and BF16 keep their bytes, norms become F32, the c
     }
 }
 
+TEST_CASE("GGUF out: an embedding model is one in the file, too") {
+    const Written to(ModelFile("tests/fixtures/embed"));
+    const GgufFile g(to.file->maps[0]);
+    CHECK(g.integer("qwen3.pooling_type") == 3);
+    CHECK(to.file->config_text.find("Qwen3Model") != std::string::npos);
+    CHECK(!GgufFile(Written(ModelFile(TINY)).file->maps[0])["qwen3.pooling_type"]);
+}
+
 TEST_CASE("GGUF out: INT8 as Q8_0, INT4 as Q4_1 or Q4_0, the numbers of the model; losses are counted") {
     const Scratch s;
     const std::string small = s / "small.bin", patched = s / "patched.bin";
