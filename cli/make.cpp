@@ -3,6 +3,8 @@
 #include "base/file.h"
 #include "base/options.h"
 #include "cli/progress.h"
+#include "base/text.h"
+#include "model/gguf_write.h"
 #include "model/model_file.h"
 #include "model/write.h"
 #include "qwen3.cu"
@@ -88,15 +90,38 @@ void synthesize(const std::string& shape, const std::string& path, uint64_t seed
             (double)size / 1e6, (unsigned long long)seed);
 }
 
+// The end of the line about a file, and its losses.
+static void report(const std::string& path, const GgufWritten& written) {
+    fprintf(stderr, written.types.empty() ? "\n" : "; %s\n", written.types.c_str());
+    for (auto& note : written.notes) fprintf(stderr, "%s: %s\n", path.c_str(), note.c_str());
+}
+
 void convert(const Options& o, bool asks_more) {
     if (asks_more || !o.adapter.empty() || !o.dtype.empty())
         DIE("--convert goes with a model alone: no question, --dtype or --adapter (train_lora --merge merges)");
     const ModelFile file(o.model);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.convert)) DIE("--convert %s: is the model itself", o.convert.c_str());
-    const size_t size = write_model(file, o.convert);
-    fprintf(stderr, "%s: %.1f M parameters, %.0f MB\n", o.convert.c_str(), (double)parameters(file.config) / 1e6,
-            (double)size / 1e6);
+    GgufWritten written;
+    if (ends_in(o.convert, ".gguf")) written = write_gguf(file, tokenizer_of(tokenizer_path(o), file), o.convert);
+    else written.bytes = write_model(file, o.convert);
+    fprintf(stderr, "%s: %.1f M parameters, %.0f MB", o.convert.c_str(), (double)parameters(file.config) / 1e6,
+            (double)written.bytes / 1e6);
+    report(o.convert, written);
+}
+
+void convert_adapter(const Options& o, bool asks_more) {
+    if (asks_more || !o.dtype.empty() || !o.convert.empty())
+        DIE("--convert-adapter goes with a model and --adapter alone: no question, --convert or --dtype");
+    if (o.adapter.empty()) DIE("--convert-adapter: --adapter DIR names the adapter");
+    if (!ends_in(o.convert_adapter, ".gguf"))
+        DIE("--convert-adapter %s: a path that ends in .gguf, please", o.convert_adapter.c_str());
+    const ModelFile file(o.model);
+    const AdapterFile adapter(o.adapter, file.config);
+    const GgufWritten written = write_gguf_adapter(adapter, file.config, o.convert_adapter);
+    fprintf(stderr, "%s: %.2f M parameters, %.1f MB", o.convert_adapter.c_str(),
+            (double)adapter_parameters(file.config, adapter.config) / 1e6, (double)written.bytes / 1e6);
+    report(o.convert_adapter, written);
 }
 
 } // namespace cli

@@ -1,4 +1,4 @@
-// cli/make.h: --synthesize, --convert: writes model files.
+// cli/make.h: --synthesize, --convert, --convert-adapter: writes model files.
 #pragma once
 #include "cli/options.h"
 #include <cstdint>
@@ -11,7 +11,9 @@ namespace cli {
 // around 1; stored as bf16, or float32 if the config says so.
 void synthesize(const std::string& shape, const std::string& path, uint64_t seed);
 
-// --convert: writes any readable model as one model.bin.
+// --convert: writes any readable model as one model.bin, or as GGUF to a path that ends in .gguf.
 void convert(const Options& o, bool asks_more);
+// --convert-adapter: writes the adapter of --adapter as GGUF.
+void convert_adapter(const Options& o, bool asks_more);
 
 } // namespace cli

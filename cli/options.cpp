@@ -122,8 +122,10 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--logits", "FILE", "write the float32 logits of every position of -i, --raw or --ids; exit",
          text(o.logits_file)},
         {"", "--logits-hash", "", "print a 64-bit hash of these logits; exit", flag(o.logits_hash)},
-        {"", "--convert", "OUT.bin", "write the model as one file; quantised weights become bf16",
-         file_name(o.convert)},
+        {"", "--convert", "OUT", "write the model as one file: model.bin, where quantised weights become\n"
+         "bf16; or, if OUT ends in .gguf, GGUF with tokenizer and chat template:\n"
+         "INT8 as Q8_0, INT4 as Q4_0 or Q4_1", file_name(o.convert)},
+        {"", "--convert-adapter", "OUT.gguf", "write the adapter of --adapter as GGUF", file_name(o.convert_adapter)},
         {"", "--quantize", "FORMAT OUT.bin", "write a quantised model: int4 (4.2 bits a weight), int8 (8.5), fp8 (8)",
          [&o](const char*, const char* v) { (o.quantize.empty() ? o.quantize : o.quantize_to) = v; }},
         {"", "--group", "N", "int4: weights per scale: 32, 64 or 128 (default)", whole(o.group, 32, 128)},

@@ -26,7 +26,8 @@ struct Options : ModelOptions {
     int lookup = -1; // -1: as the device allows
     uint64_t seed = 0;
     bool has_seed = false, bench = false, bench_long = false;
-    std::string synthesize, synthesize_to, convert, quantize, quantize_to, calibrate, embedding, against;
+    std::string synthesize, synthesize_to, convert, convert_adapter, quantize, quantize_to;
+    std::string calibrate, embedding, against;
     int group = 0; // of --quantize int4; 0: 128
     std::string prompt_cache, tools;
     std::vector<std::string> starters; // of the model or its adapter: a chat offers them

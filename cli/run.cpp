@@ -129,6 +129,7 @@ int run(int argc, char** argv) {
     if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
         DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
     if (!o.convert.empty()) return convert(o, asks || measures || retrieves), 0;
+    if (!o.convert_adapter.empty()) return open_adapter(o), convert_adapter(o, asks || measures || retrieves), 0;
     if (!o.quantize.empty()) return quantize(o, asks || measures || retrieves);
     if (o.group || !o.calibrate.empty() || !o.embedding.empty())
         DIE("--group, --calibrate and --embedding are for --quantize");

@@ -37,6 +37,9 @@ struct ChatOptions {
     bool continue_final = false;            // end after the last message's text, so that the answer goes on with it
 };
 
+// The same as a Jinja template, for a file whose readers need one and whose model has none of its own.
+extern const char* const QWEN3_JINJA;
+
 // A rendered conversation: runs of plain text with special tokens between them. Plain text of the template
 // and of the caller is joined, since it is tokenized as one: "user\n" + "\nx" holds the single token "\n\n".
 struct ChatText {

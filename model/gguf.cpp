@@ -37,7 +37,7 @@ std::string_view GgufValue::string() const {
     return type == STRING ? string_at(p) : std::string_view();
 }
 
-static const GgufType* gguf_type(uint32_t type) {
+const GgufType* gguf_type(uint32_t type) {
     static const GgufType table[] = {
         {"F32", Dtype::F32, 1, 4}, {"F16", Dtype::F16, 1, 2}, {"Q4_0", Dtype::Q4_0, 32, 18},
         {"Q4_1", Dtype::Q4_1, 32, 20}, {}, {}, {"Q5_0", Dtype::Q5_0, 32, 22}, {"Q5_1", Dtype::Q5_1, 32, 24},
@@ -47,6 +47,11 @@ static const GgufType* gguf_type(uint32_t type) {
         {"F64"}, {"IQ1_M"}, {"BF16", Dtype::BF16, 1, 2}, {}, {}, {}, {"TQ1_0"}, {"TQ2_0"}, {}, {}, {},
         {"MXFP4"}, {"NVFP4"}};
     return type < std::size(table) && table[type].name ? &table[type] : nullptr;
+}
+
+uint32_t gguf_number(Dtype dtype) {
+    for (uint32_t type = 0;; type++)
+        if (const GgufType* t = gguf_type(type); t && t->count && t->dtype == dtype) return type;
 }
 
 GgufFile::GgufFile(const MappedFile& map) : path(map.path), at(map.data), end(map.data + map.size) {
@@ -217,22 +222,23 @@ std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
     return w.text;
 }
 
+static const char* const GGUF_NAMES[] = { // by TensorKind
+    "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "attn_norm", "attn_q_norm",
+    "attn_k_norm", "ffn_norm", "token_embd", "output_norm", "output"};
+
+std::string gguf_name(const ModelTensor& t) {
+    const std::string block = t.layer < 0 ? "" : format("blk.%d.", t.layer);
+    return block + GGUF_NAMES[t.kind] + ".weight";
+}
+
 std::string hugging_face_name(const std::string& name) {
-    static const std::map<std::string, const char*> whole = {{"token_embd.weight", "model.embed_tokens.weight"},
-                                                             {"output_norm.weight", "model.norm.weight"},
-                                                             {"output.weight", "lm_head.weight"}};
-    static const std::map<std::string, const char*> in_layer = {
-        {"attn_norm", "input_layernorm"}, {"attn_q", "self_attn.q_proj"}, {"attn_k", "self_attn.k_proj"},
-        {"attn_v", "self_attn.v_proj"}, {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
-        {"attn_k_norm", "self_attn.k_norm"}, {"ffn_norm", "post_attention_layernorm"}, {"ffn_gate", "mlp.gate_proj"},
-        {"ffn_up", "mlp.up_proj"}, {"ffn_down", "mlp.down_proj"}};
-    if (const auto at = whole.find(name); at != whole.end()) return at->second;
-    int layer = -1, used = 0;
-    if (sscanf(name.c_str(), "blk.%5d.%n", &layer, &used) != 1 || !used || layer < 0) return "";
-    const size_t dot = name.rfind('.');
-    const auto at = in_layer.find(name.substr((size_t)used, std::max(dot, (size_t)used) - (size_t)used));
-    if (at == in_layer.end() || name != format("blk.%d.%s.weight", layer, at->first.c_str())) return "";
-    return format("model.layers.%d.%s.weight", layer, at->second);
+    int layer = -1;
+    if (sscanf(name.c_str(), "blk.%5d.", &layer) == 1 && layer < 0) return "";
+    for (int kind = 0; kind < (int)std::size(GGUF_NAMES); kind++)
+        if (const ModelTensor t = {(TensorKind)kind, kind < EMBED ? layer : -1, 0, 0};
+            (kind >= EMBED || layer >= 0) && gguf_name(t) == name)
+            return t.name();
+    return "";
 }
 
 GgufVocabulary::GgufVocabulary(const GgufFile& g) : file(g.path) {
@@ -264,14 +270,30 @@ std::vector<uint64_t> GgufVocabulary::end_tokens(const GgufFile& g) const {
     return ids;
 }
 
+// The character of each byte.
+static const std::vector<uint32_t>& characters() {
+    static const std::vector<uint32_t> table = [] {
+        std::vector<uint32_t> character(256);
+        uint32_t next = 0x100;
+        for (uint32_t b = 0; b < 256; b++) {
+            const bool itself = (b >= 0x21 && b <= 0x7e) || (b >= 0xa1 && b <= 0xac) || b >= 0xae;
+            character[b] = itself ? b : next++;
+        }
+        return character;
+    }();
+    return table;
+}
+
+std::string characters_of(std::string_view bytes) {
+    std::string out;
+    for (const char byte : bytes) utf8_append(out, characters()[(uint8_t)byte]);
+    return out;
+}
+
 bool bytes_of(std::string_view text, std::string& out) {
     static const std::vector<int> table = [] { // of character - 0
         std::vector<int> byte(0x100 + 68, -1);
-        int next = 0x100;
-        for (int b = 0; b < 256; b++) {
-            const bool itself = (b >= 0x21 && b <= 0x7e) || (b >= 0xa1 && b <= 0xac) || b >= 0xae;
-            byte[(size_t)(itself ? b : next++)] = b;
-        }
+        for (int b = 0; b < 256; b++) byte[characters()[(size_t)b]] = b;
         return byte;
     }();
     out.clear();

@@ -16,7 +16,7 @@
 */
 #pragma once
 #include "base/file.h"
-#include "model/quantized.h"
+#include "model/tensors.h"
 #include "model/tokenizer.h"
 #include <map>
 #include <set>
@@ -48,6 +48,8 @@ struct GgufType {
     Dtype dtype = Dtype::Other;
     size_t count = 0, bytes = 0; // numbers and bytes of a block
 };
+const GgufType* gguf_type(uint32_t number); // null: there is no such type
+uint32_t gguf_number(Dtype dtype);          // of a type that GGUF has
 
 struct GgufTensor {
     std::string name; // llama.cpp's
@@ -89,7 +91,9 @@ struct GgufFile {
 // that are not known may change the computation: they are refused by name.
 std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied);
 
-// Hugging Face's name of a tensor; "": there is none.
+// llama.cpp's name of a tensor.
+std::string gguf_name(const ModelTensor& t);
+// Hugging Face's name of it; "": there is none.
 std::string hugging_face_name(const std::string& name);
 
 // ------------------------------------------------------------------------------------------------------- Tokenizer
@@ -112,4 +116,6 @@ struct GgufVocabulary {
 // The bytes of a token or a merge's part as byte-level vocabularies write it: each byte as a character, printable ones
 // of Latin-1 as themselves, the other 68 as U+0100 and on. False: it has another character.
 bool bytes_of(std::string_view text, std::string& out);
+// The way back: the bytes as characters.
+std::string characters_of(std::string_view bytes);
 

@@ -1,6 +1,7 @@
 // train/folder.cpp: the output folder of a run: its lock, its leftovers, the checks of --resume and --overwrite.
 #include "train/folder.h"
 #include "base/file.h"
+#include "train/tensorboard.h"
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -28,6 +29,10 @@ void RunFolder::open() {
     for (const char* name : RUN_FILES)
         if (o.overwrite && unlink((o.out + "/" + name).c_str()) != 0 && errno != ENOENT && errno != ENOTDIR)
             DIE("%s/%s: %s", o.out.c_str(), name, strerror(errno));
+}
+
+static bool is_event_file(const std::string& name) {
+    return name.compare(0, strlen(EventFile::NAME), EventFile::NAME) == 0;
 }
 
 void RunFolder::take() {
@@ -70,7 +75,8 @@ void RunFolder::remove_leftovers() const {
         const std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir((o.out + "/" + in).c_str()), closedir);
         while (const dirent* entry = dir ? readdir(dir.get()) : nullptr) {
             const pid_t writer = writer_of(in + entry->d_name);
-            if (writer > 0 && (writer == getpid() || (kill(writer, 0) != 0 && errno == ESRCH)))
+            const bool left = writer > 0 && (writer == getpid() || (kill(writer, 0) != 0 && errno == ESRCH));
+            if (left || (o.overwrite && in.empty() && is_event_file(entry->d_name)))
                 dead.push_back(o.out + "/" + in + entry->d_name);
         }
     }

@@ -2,6 +2,7 @@
 #include "train/log.h"
 #include "base/file.h"
 #include "sj.h"
+#include "train/tensorboard.h"
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
@@ -14,7 +15,8 @@ std::string clock_text(double s) {
     return days + format("%lld:%02lld:%02lld", t / 3600 % 24, t / 60 % 60, t % 60);
 }
 
-TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, bool writes) : folder(out), what(drawn) {
+TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, bool writes, bool tensorboard)
+    : folder(out), what(drawn) {
     if (!writes) return;
     const std::string path = folder + "/trainer_log.jsonl";
     std::string kept;
@@ -35,12 +37,18 @@ TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, boo
     write_text(path, kept);
     file = fopen(path.c_str(), "ab");
     if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
+    if (tensorboard) events = std::make_unique<EventFile>(folder, steps);
+}
+
+TrainLog::~TrainLog() {
+    if (file) fclose(file);
 }
 
 void TrainLog::add(const std::string& line) {
     if (!file) return;
     if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
         DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
+    if (events) events->add(line);
 }
 
 void TrainLog::draw(int64_t steps) const {

@@ -89,6 +89,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--allow-leak", "", "... even if it shares rows with TRAIN.bin", flag(o.allow_leak)},
         {"", "--save-every", "N", "steps between checkpoints (default: every epoch)",
          whole(o.save_every, 1, INT64_MAX)},
+        {"", "--tensorboard", "", "also write the log as an event file: tensorboard --logdir OUT",
+         flag(o.tensorboard)},
         {"", "--resume", "", "continue the run in OUT", flag(o.resume)},
         {"", "--overwrite", "", "replace the run in OUT; with --merge also the file or folder at PATH", flag(o.overwrite)},
         {"", "--merge", "PATH", "afterwards write the model with the adapter merged: a file (PATH ends\n"

@@ -16,7 +16,8 @@ struct TrainOptions : ModelOptions {
     int batch = 16, accum = 1, max_len = 512;
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: given by epochs, every epoch
     uint64_t seed = 42;
-    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false;
+    bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false,
+         tensorboard = false;
     bool dpo = false, overlap = true;
     int gpus = 1;
     std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");

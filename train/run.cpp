@@ -30,7 +30,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         make_folder(to);
         give_tokenizer(o, file, to, o.overwrite);
     }
-    TrainLog log(o.out, o.grpo ? "reward" : "loss", t.step, first);
+    TrainLog log(o.out, o.grpo ? "reward" : "loss", t.step, first, o.tensorboard);
     const std::string lora =
         o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     const std::string several = ranks.size > 1 ? format("%d x ", ranks.size) : "";
