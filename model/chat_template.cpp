@@ -1,7 +1,6 @@
 #include "model/chat_template.h"
 
-const char* const QWEN3_JINJA = R"jinja(
-{%- set last = namespace(query=messages | length - 1, found=false) %}
+const char* const QWEN3_JINJA = R"jinja({%- set last = namespace(query=messages | length - 1, found=false) %}
 {%- for m in messages[::-1] %}
     {%- set s = m.content if m.content is string else '' %}
     {%- if not last.found and m.role == 'user' and not (s.startswith('<tool_response>') and s.endswith('</tool_response>')) %}
@@ -76,7 +75,7 @@ const char* const QWEN3_JINJA = R"jinja(
     {%- if enable_thinking is defined and enable_thinking is false %}
         {{- '<think>\n\n</think>\n\n' }}
     {%- endif %}
-{%- endif %})jinja" + 1;
+{%- endif %})jinja";
 
 ChatText& ChatText::text(std::string_view s) {
     if (parts.empty() || parts.back().special) parts.push_back({false, ""});
