@@ -117,7 +117,8 @@ static std::vector<Option> option_table(Options& o) {
         };
     };
     std::vector<Option> table = {
-        {"", "--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)", file_name(o.server.host)},
+        {"", "--host", "ADDRESS", "address to listen on (default 127.0.0.1: this machine only)",
+         file_name(o.server.host)},
         {"-P", "--port", "N", "port (default 8000; 0: any free port)", whole(o.server.port, 0, 65535)},
         {"", "--task", "NAME", "generate, embed or rerank; may be repeated (default: embed if the\n"
          "model's folder says so, else generate)", list(o.tasks)},
@@ -125,7 +126,8 @@ static std::vector<Option> option_table(Options& o) {
         {"-c", "--ctx", "N", "longest prompt plus answer in tokens (default: the model's limit, as far\n"
          "as the KV cache allows)",
          whole(o.engine.context, 2, INT_MAX)},
-        {"", "--max-seqs", "N", "answers generated at once (default: CPU 16, GPU 256)", whole(o.engine.max_seqs, 1, 4096)},
+        {"", "--max-seqs", "N", "answers generated at once (default: CPU 16, GPU 256)",
+         whole(o.engine.max_seqs, 1, 4096)},
         {"", "--max-queue", "N", "answers that may wait (default 1024); further requests get status 429,\n"
          "except for API keys below their share of the queue", whole(o.max_queue, 0, 1 << 20)},
         {"", "--kv-memory", "GB", "size of the KV cache (default: CPU at most a quarter of memory, GPU\n"
@@ -160,8 +162,10 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--cors", "ORIGIN", "web origin whose scripts may call; may be repeated", list(o.server.origins)},
         {"", "--predict-status", "NAME", "status in GET / for programs: batch (default: all questions in one\n"
          "request to /predict) or ok (one at a time)", one_of(o.server.predict_status, {"batch", "ok"})},
-        {"", "--predict-system", "FILE", "system prompt of /predict (default: as --system)", text_file(o.predict_system)},
-        {"", "--predict-max-tokens", "N", "longest answer of /predict in tokens (default 384)", whole(o.predict_tokens, 1, INT_MAX)},
+        {"", "--predict-system", "FILE", "system prompt of /predict (default: as --system)",
+         text_file(o.predict_system)},
+        {"", "--predict-max-tokens", "N", "longest answer of /predict in tokens (default 384)",
+         whole(o.predict_tokens, 1, INT_MAX)},
         {"", "--files", "DIR", "folder of OpenAI's Files and Batches; without it they are off",
          file_name(o.server.files)},
         {"", "--allow-adapter-loading", "", "let clients load and unload adapters from this machine's folders",
@@ -181,7 +185,8 @@ static std::vector<Option> option_table(Options& o) {
     o.add_to(table, true);
     for (Option& row : table)
         if (strcmp(row.name, "--adapter") == 0)
-            row = {"", "--adapter", "NAME=DIR", "LoRA adapter in PEFT's format; requests name it as their model; may be\n"
+            row = {"", "--adapter", "NAME=DIR",
+             "LoRA adapter in PEFT's format; requests name it as their model; may be\n"
          "repeated. DIR alone: for all requests",
                    [&o](const char* option, const char* v) { add_adapter(o, option, v); }};
     return table;

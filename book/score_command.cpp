@@ -42,7 +42,8 @@ int score_main(int argc, char** argv) {
         {"", "--compat", "", "count blank lines, as the original tools do", flag(compat)},
         {"", "--json", "", "print one JSON object", flag(json)},
         {"", "--seed", "N", "seed of the bootstrap for the intervals (default 0)", whole(seed, 0, INT64_MAX)},
-        {"", "--dict", "FILE", "dictionary (default: data/datagen/jieba.bin beside the program or here)", file_name(dict)},
+        {"", "--dict", "FILE", "dictionary (default: data/datagen/jieba.bin beside the program or here)",
+         file_name(dict)},
         {"-h", "--help", "", "print this text", flag(help)}};
     const std::vector<std::string> files = parse(options, argc, argv);
     if (help) return print_help(usage.c_str(), options), 0;

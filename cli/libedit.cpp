@@ -16,7 +16,6 @@
 #include <langinfo.h>
 #include <sstream>
 #include <string_view>
-#include <sys/ioctl.h>
 #include <unistd.h>
 #include <vector>
 #include <wchar.h>
@@ -149,8 +148,7 @@ void Input::remember(std::string message) try {
 
 // How many rows below the prompt a place in the line is shown.
 static int row_of(const wchar_t* line, const wchar_t* place) {
-    winsize window = {};
-    const int columns = ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col : 80;
+    const int columns = terminal_columns(80);
     int row = 0, column = 2; // after the prompt
     for (; line < place; line++) {
         const int shown = *line == '\t' ? 8 - column % 8 : wcwidth(*line), width = shown < 0 ? 2 : shown; // 2: ^X

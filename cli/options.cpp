@@ -53,7 +53,8 @@ static std::vector<Option> option_table(Options& o) {
         {"-p", "--top-p", "X", "... from the likeliest that reach a total probability of X (default\n"
          "0.8, thinking 0.95); 1: off",
          number(o.top_p, 0, 1)},
-        {"", "--min-p", "X", "... that are at least X times as probable as the likeliest (default 0)", number(o.min_p, 0, 1)},
+        {"", "--min-p", "X", "... that are at least X times as probable as the likeliest (default 0)",
+         number(o.min_p, 0, 1)},
         {"", "--repeat-penalty", "X", "divides the logits of tokens in the prompt and the answer\n"
          "(default 1: off)",
          number(o.repeat, 0.01, 100)},
@@ -72,7 +73,8 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context length in tokens (default 4096, or the model's limit if lower)",
          whole(o.context, 1, INT_MAX)},
-        {"", "--docs", "PATH", "retrieval: adds passages of a text file or folder to each question", file_name(o.documents.docs)},
+        {"", "--docs", "PATH", "retrieval: adds passages of a text file or folder to each question",
+         file_name(o.documents.docs)},
     };
     add_document_options(table, o.documents);
     const std::vector<Option> others = {
@@ -111,13 +113,17 @@ static std::vector<Option> option_table(Options& o) {
          "objects with \"text\" and an optional \"id\"", file_name(o.texts)},
         {"", "--instruct", "TASK", "--embed: the texts are queries for this task; --rerank: the task\n"
          "(default: Qwen's web search task)", file_name(o.instruct)},
-        {"", "--dimensions", "N", "keep the first N dimensions of a vector (default: all)", whole(o.dimensions, 1, 1 << 20)},
+        {"", "--dimensions", "N", "keep the first N dimensions of a vector (default: all)",
+         whole(o.dimensions, 1, 1 << 20)},
         {"", "--truncate", "", "cut texts longer than the context (-c); without it they are refused",
          flag(o.truncate)},
         {"", "", "", "for study and tests", {}},
-        {"", "--cpu", "NAME", "use an older instruction set: plain, avx2, avx512, avx512bf16, amx", choose_instructions},
-        {"", "--tokenize", "TEXT", "print token ids; needs no model; - reads standard input", given(o.tokenize, o.has_tokenize)},
-        {"", "--detokenize", "IDS", "print the text of token ids; needs no model; - reads standard input", given(o.detokenize, o.has_detokenize)},
+        {"", "--cpu", "NAME", "use an older instruction set: plain, avx2, avx512, avx512bf16, amx",
+         choose_instructions},
+        {"", "--tokenize", "TEXT", "print token ids; needs no model; - reads standard input",
+         given(o.tokenize, o.has_tokenize)},
+        {"", "--detokenize", "IDS", "print the text of token ids; needs no model; - reads standard input",
+         given(o.detokenize, o.has_detokenize)},
         {"", "--ids", "1,2,3", "token ids instead of text (needs no tokenizer)", given(o.ids, o.has_ids)},
         {"", "--logits", "FILE", "write the float32 logits of every position of -i, --raw or --ids; exit",
          text(o.logits_file)},

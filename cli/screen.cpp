@@ -4,6 +4,7 @@
 #include "base/options.h"
 #include "model/utf8.h"
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -107,13 +108,13 @@ std::string Wrap::add(std::string_view text) {
     return out;
 }
 
-static size_t columns_of_terminal() {
+int terminal_columns(int unknown) {
     winsize window = {};
-    return ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col : SIZE_MAX / 2;
+    return ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col : unknown;
 }
 
 Screen::Screen(bool terminal, bool thinks)
-    : terminal(terminal), dims(terminal && thinks && colours()), wrap(columns_of_terminal()) {}
+    : terminal(terminal), dims(terminal && thinks && colours()), wrap((size_t)terminal_columns(INT_MAX)) {}
 
 Screen::~Screen() {
     if (thinking) fputs("\033[0m", stdout), fflush(stdout);

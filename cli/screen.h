@@ -18,6 +18,8 @@ bool visible(uint32_t c);
 void say(const std::string& line);
 
 bool plain_terminal();
+// The width of the terminal at standard output; `unknown` if it has none.
+int terminal_columns(int unknown);
 bool colours(); // https://no-color.org
 
 // Breaks lines of text between words, at the terminal's edge. Code between ``` keeps its lines.

@@ -23,8 +23,8 @@
 //   #ifndef LAB_NO_MAIN
 //   int main(int argc, char** argv) { return lab::NAME::laboratory().main(argc, argv); }
 //   #endif
-// tests/unit/test_lab.cpp includes the file and runs every step at odd sizes by emulation (tests/emulate/emulate.h). What
-// emulation has not (a library, a GPU's own call) stands inside #ifdef __CUDACC__.
+// tests/unit/test_lab.cpp includes the file and runs every step at odd sizes by emulation (tests/emulate/emulate.h).
+// Calls that emulation does not have (a library's, a GPU's own) stand inside #ifdef __CUDACC__.
 #pragma once
 #ifdef __CUDACC__
 #include "lab/timing.h"

@@ -13,25 +13,32 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
     table.push_back({"-d", "--device", "NAME", "cpu, cuda, or plain: Book I of qwen3.cu, slow (default: cuda if a GPU\n"
          "is present)", text(device)});
     if (inference)
-        table.push_back({"", "--dtype", "NAME", "compute in f32 or bf16 (default: as stored), or int8: quantise to 8.5\n"
+        table.push_back({"", "--dtype", "NAME",
+         "compute in f32 or bf16 (default: as stored), or int8: quantise to 8.5\n"
          "bits a weight at load", one_of(dtype, {"f32", "bf16", "int8"})});
     else
-        table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as stored; a GPU computes in bf16)", one_of(dtype, {"f32", "bf16"})});
-    table.push_back({"-j", "--threads", "N", "CPU threads, fixed (default: all; fewer while other programs are busy)", whole(threads, 1, 4096)});
+        table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as stored; a GPU computes in bf16)",
+         one_of(dtype, {"f32", "bf16"})});
+    table.push_back({"-j", "--threads", "N", "CPU threads, fixed (default: all; fewer while other programs are busy)",
+     whole(threads, 1, 4096)});
     if (inference) {
-        table.push_back({"", "--kv-dtype", "NAME", "type of the KV cache: same as the model, or fp8: half the memory", one_of(kv_dtype, {"same", "fp8"})});
+        table.push_back({"", "--kv-dtype", "NAME", "type of the KV cache: same as the model, or fp8: half the memory",
+         one_of(kv_dtype, {"same", "fp8"})});
         table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, for example train_lora's output",
                          file_name(adapter)});
-        table.push_back({"", "--invariant", "", "on a GPU: a row's bits do not depend on its batch (slower; always so on\n"
+        table.push_back({"", "--invariant", "",
+         "on a GPU: a row's bits do not depend on its batch (slower; always so on\n"
          "a CPU)", flag(invariant)});
     }
     table.push_back({"", "--packed", "", "keep quantised weights packed on a GPU and in serve (default: unpack to\n"
          "bf16, faster if memory suffices)", flag(packed)});
     if (inference)
-        table.push_back({"", "--activations", "NAME", "on a GPU with --packed: prompts multiply FP8 weights in bf16 (default)\n"
+        table.push_back({"", "--activations", "NAME",
+         "on a GPU with --packed: prompts multiply FP8 weights in bf16 (default)\n"
          "or in fp8: also rounds activations to FP8, faster on Hopper",
                          one_of(activations, {"bf16", "fp8"})});
-    table.push_back({"-z", "--tokenizer", "FILE", "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});
+    table.push_back({"-z", "--tokenizer", "FILE",
+     "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});
     table.push_back({"-h", "--help", "", "print this text", flag(help)});
 }
 

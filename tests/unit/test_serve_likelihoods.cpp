@@ -41,7 +41,7 @@ TEST_CASE("a page that will know log-probabilities takes the name of one that do
     CHECK(pool.find(1, a.data()) == -1);
 }
 
-// What a session of its own says of a prompt.
+// Log-probabilities of a prompt from a session of its own.
 static std::vector<TokenInfo> told_alone(const Ids& prompt, int alternatives) {
     Session<bf16> session(tiny().file.config, tiny().weights, 256, where);
     std::vector<TokenInfo> all = {{prompt[0], NAN, "", {}}};

@@ -101,7 +101,7 @@ TEST_CASE("train_lora --tensorboard: the numbers of trainer_log.jsonl; --resume 
         INFO(r.err);
         REQUIRE(r.status == status);
     };
-    // What the event file must have: a scalar for each number of each line.
+    // The event file must have a scalar for each number of each line.
     const auto check_file = [&](const std::string& path, const Strings& log) {
         const std::vector<ReadEvent> events = read_events(path);
         REQUIRE(!events.empty());
