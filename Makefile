@@ -250,7 +250,7 @@ $(B)/bench/%.o: tests/bench/%.cpp $(PCH)
 $(B)/bench/%.o: tests/bench/%.cu $(B)/command
 	$(call CU_OBJECT,-I$(BUILD))
 $(B)/bench/%: $(B)/bench/%.o $(LIB)
-	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas) $(CURL) $(CMARK) $(MHD)
+	$(Q)$(LINK) $^ -o $@ $(if $(wildcard tests/bench/$*.cu),-lcublas -lcublasLt) $(CURL) $(CMARK) $(MHD)
 $(BUILD)/bench_%: $(B)/bench/bench_%
 	@ln -f $< $@ && echo "built     $@"
 .PRECIOUS: $(B)/bench/% $(BUILD)/bench_%

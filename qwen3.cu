@@ -426,9 +426,10 @@ template <class T> struct Weights {
     Arena gpu;                   // after `upload`: all weights, in the GPU's memory
 
     // Reads a checkpoint (model/weights.cpp). A tensor that the file stores as T is used in place, and an INT8 matrix
-    // stays INT8. Other tensors are converted to T. With `int8` every matrix becomes INT8. With `packed` a quantised
-    // matrix keeps its format if Linear has it, else it becomes INT8. Norms are always T.
-    explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
+    // stays INT8. Other tensors are converted to T. `made`: every matrix becomes INT8; or the matrices of the layers
+    // become FP8. With `packed` a quantised matrix keeps its format if Linear has it, else it becomes INT8. Norms are
+    // always T.
+    explicit Weights(const ModelFile& file, Format made = Format::PLAIN, bool packed = false);
     Weights() = default; // for lab/decode, which fills it
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
     void upload(Context& ctx, const ModelFile& file);

@@ -45,7 +45,7 @@ struct Opened {
 
     Opened(ModelFile&& model, const std::string& vocabulary, const Context& where, bool wide, bool packed)
         : file(std::move(model)), tokenizer(tokenizer_of(vocabulary, file)),
-          loaded(load_model(file, where, wide, false, packed, true)) {}
+          loaded(load_model(file, where, wide, Format::PLAIN, packed, true)) {}
 };
 struct qwen3_model {
     std::shared_ptr<const Opened> opened;

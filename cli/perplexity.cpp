@@ -102,7 +102,7 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
     if constexpr (WITH_GPU)
         if (usual.gpu) usual = with_own_scratch(usual); // (each has room of its own to unpack weights)
     const bool keeps = !model.wide && keeps_packed<bf16>(o, o.ctx);
-    const std::unique_ptr<LoadedModel> truth = load_model(other, usual, model.wide, false, keeps);
+    const std::unique_ptr<LoadedModel> truth = load_model(other, usual, model.wide, Format::PLAIN, keeps);
     const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
     const int most = std::min(c.max_positions, other.config.max_positions);
     const size_t window = (size_t)(o.context ? o.context : std::min(2048, most)), V = (size_t)c.V;

@@ -29,7 +29,7 @@ namespace cli {
 static bool keeps(const Options& o, const ModelFile& file) { return !wide(o, file) && keeps_packed<bf16>(o, o.ctx); }
 
 static std::unique_ptr<LoadedModel> load(const Options& o, const ModelFile& file) {
-    return load_model(file, o.ctx, wide(o, file), o.dtype == "int8", keeps(o, file));
+    return load_model(file, o.ctx, wide(o, file), made_format(o), keeps(o, file));
 }
 
 // The tokenizer named by the options, or the one found. Null if none exists or fits, and none is needed.
@@ -54,7 +54,7 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
     const std::unique_ptr<LoadedModel> loaded = load(o, file);
     LoadedModel& model = *loaded;
-    o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps(o, file) ? 2 : 0;
+    o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps(o, file) ? 2 : o.dtype == "fp8" ? 3 : 0;
     if (o.ctx.kv_fp8) o.variant |= 4;
     if (o.ctx.fp8_activations) o.variant |= 8;
     o.starters = file.starters;

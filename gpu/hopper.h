@@ -231,13 +231,20 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[
         WGMMA_REGISTERS("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67",
                         "%68", "%69", "%70", F8(0), F8(8));
 }
-// d (64,128) = a (64,32) b (32,128) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
-__device__ __forceinline__ void wgmma_e4m3(float (&d)[16][4], uint64_t a_at, uint64_t b_at, bool more) {
-    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, %66, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
-               "%60,%61,%62,%63}, %64, %65, add, 1, 1; }"
-               : F8(0), F8(8) : "l"(a_at), "l"(b_at), "r"((int)more) : "memory");
+// d (64,N) = a (64,32) b (32,N) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
+#define WGMMA_E4M3(n, sums, a, b, add, ...) \
+    HOPPER_ASM("{ .reg .pred add; setp.ne.b32 add, " add ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" n "k32.f32.e4m3.e4m3 {" sums "}, " a ", " b ", add, 1, 1; }" \
+               : __VA_ARGS__ : "l"(a_at), "l"(b_at), "r"((int)more) : "memory")
+template <int N>
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[N / 8][4], uint64_t a_at, uint64_t b_at, bool more) {
+    static_assert(N == 64 || N == 128, "rows of W in a tile, or half of them");
+    if constexpr (N == 64) WGMMA_E4M3("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", F8(0));
+    else
+        WGMMA_E4M3("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", F8(0),
+                   F8(8));
 }
+#undef WGMMA_E4M3
 #undef WGMMA_REGISTERS
 #undef WGMMA
 #undef TEN

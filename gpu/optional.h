@@ -22,7 +22,7 @@ bool Optional::many(Context& ctx, const Epilogue& epilogue, const bf16*& x, cons
     constexpr bool HEAD = std::is_same_v<Epilogue, StoreEpilogue<float>>; // whose x is never rounded
     const bool rounds = !HEAD && rounds_activations(ctx, W, N);
     if constexpr (!HEAD)
-        if (rounds && takes_e4m3(ctx, W)) {
+        if (rounds && takes_e4m3(W)) {
             e4m3_product(ctx, epilogue, e4m3_rows(ctx, x, N, W.in), W, N);
             return true;
         }
@@ -35,7 +35,7 @@ bool Optional::many(Context& ctx, const Epilogue& epilogue, const bf16*& x, cons
 template <class Epilogue>
 bool Optional::norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
                          const Linear<bf16>& W, int N, float eps) {
-    if (!rounds_activations(ctx, W, N) || !takes_e4m3(ctx, W)) return false;
+    if (!rounds_activations(ctx, W, N) || !takes_e4m3(W)) return false;
     const E4M3Rows x = first_rows(ctx, N, W.in);
     rmsnorm_rounded_gpu(ctx, x, stream, norm, N, W.in, eps);
     e4m3_product(ctx, epilogue, x, W, N);

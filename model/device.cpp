@@ -22,9 +22,11 @@ Context choose_device(const ModelOptions& o, const ModelFile& file) {
     ctx.plain = name == "plain";
     ctx.kv_fp8 = o.kv_dtype == "fp8";
     const bool rounds = o.activations == "fp8";
-    if (rounds && !file.is_fp8()) DIE("%s: it has no FP8 weights, which --activations fp8 is for", file.path.c_str());
-    if (rounds && (!o.packed || !o.dtype.empty()))
-        DIE("--activations fp8 is for weights that stay packed (--packed, and no --dtype)");
+    const bool made_fp8 = made_format(o) == Format::FP8;
+    if (rounds && !made_fp8 && !file.is_fp8())
+        DIE("%s: it has no FP8 weights, which --activations fp8 is for (--dtype fp8 makes them)", file.path.c_str());
+    if (rounds && !made_fp8 && (!o.packed || !o.dtype.empty()))
+        DIE("--activations fp8 is for FP8 weights: --dtype fp8, or --packed and no --dtype");
     if (rounds && o.invariant) DIE("--activations fp8: not with --invariant, since only prompts are rounded");
     const auto on_cpu = [&] {
         if (rounds) DIE("--activations fp8 is for a GPU; this model runs on the CPU");
@@ -38,7 +40,7 @@ Context choose_device(const ModelOptions& o, const ModelFile& file) {
         try {
             if (!wanted && wide(o, file)) return on_cpu();
             check_gpu(file.path, file.config, file.logits);
-            if (!o.packed && (o.dtype == "int8" || file.is_int8()))
+            if (!o.packed && file.is_int8() && made_format(o) == Format::PLAIN)
                 DIE("%s: INT8 weights run on a GPU only with --packed (or --device cpu)", file.path.c_str());
             Context gpu = open_gpu(o.gpu);
             gpu.invariant = o.invariant, gpu.kv_fp8 = ctx.kv_fp8, gpu.fp8_activations = rounds;

@@ -31,6 +31,10 @@ Context with_own_scratch(const Context& ctx);
 // The GPU, if it was requested, or exists and supports the request; else the CPU.
 Context choose_device(const ModelOptions& o, const ModelFile& file);
 
+// The format that --dtype makes of matrices; PLAIN: none.
+inline Format made_format(const ModelOptions& o) {
+    return o.dtype == "int8" ? Format::INT8 : o.dtype == "fp8" ? Format::FP8 : Format::PLAIN;
+}
 // Quantised matrices stay as they are stored: on a CPU unless a --dtype is asked for, on a GPU with --packed.
 template <class T> bool keeps_packed(const ModelOptions& o, const Context& ctx) {
     return std::is_same_v<T, bf16> && (!ctx.gpu || o.packed) && o.dtype.empty();

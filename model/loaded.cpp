@@ -42,8 +42,8 @@ template <class T> struct ConversationOf : Conversation {
 };
 
 template <class T>
-LoadedAs<T>::LoadedAs(const ModelFile& file, const Context& where, bool int8, bool keeps)
-    : LoadedModel(file, where, std::is_same_v<T, float>), weights(file, int8, keeps) {}
+LoadedAs<T>::LoadedAs(const ModelFile& file, const Context& where, Format made, bool keeps)
+    : LoadedModel(file, where, std::is_same_v<T, float>), weights(file, made, keeps) {}
 
 template <class T> void LoadedAs<T>::attach(const AdapterFile& from) {
     adapter = std::make_unique<AttachedAdapter<T>>(ctx, weights, from, ctx.gpu ? Session<T>::GPU_CHUNK
@@ -66,16 +66,16 @@ template struct LoadedAs<bf16>;
 template struct LoadedAs<float>;
 
 template <class T>
-static std::unique_ptr<LoadedModel> load_as(const ModelFile& file, const Context& where, bool int8, bool keeps,
+static std::unique_ptr<LoadedModel> load_as(const ModelFile& file, const Context& where, Format made, bool keeps,
                                             bool quiet) {
-    auto model = std::make_unique<LoadedAs<T>>(file, where, int8, keeps);
+    auto model = std::make_unique<LoadedAs<T>>(file, where, made, keeps);
     if (!quiet) to_device(model->ctx, file, model->weights);
     else if constexpr (HAS_GPU<T>)
         if (model->ctx.gpu) model->weights.upload(model->ctx, file);
     return model;
 }
 
-std::unique_ptr<LoadedModel> load_model(const ModelFile& file, const Context& where, bool wide, bool int8, bool keeps,
+std::unique_ptr<LoadedModel> load_model(const ModelFile& file, const Context& where, bool wide, Format made, bool keeps,
                                         bool quiet) {
-    return wide ? load_as<float>(file, where, int8, keeps, quiet) : load_as<bf16>(file, where, int8, keeps, quiet);
+    return wide ? load_as<float>(file, where, made, keeps, quiet) : load_as<bf16>(file, where, made, keeps, quiet);
 }

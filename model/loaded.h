@@ -67,7 +67,7 @@ template <class T> struct LoadedAs : LoadedModel {
     Weights<T> weights;
     std::unique_ptr<AttachedAdapter<T>> adapter;
 
-    LoadedAs(const ModelFile& file, const Context& where, bool int8, bool packed);
+    LoadedAs(const ModelFile& file, const Context& where, Format made, bool packed);
     void attach(const AdapterFile& from) override;
     void decode_for_long() const override;
     std::unique_ptr<Conversation> open(int tokens) const override;
@@ -77,9 +77,9 @@ template <class T> struct LoadedAs : LoadedModel {
     size_t token_bytes() const override;
 };
 
-// Reads the weights, to the GPU if ops run there. wide: as float, else as bf16; int8: converted to INT8; keeps:
-// quantised matrices keep their format, see keeps_packed; quiet: nothing on stderr.
-std::unique_ptr<LoadedModel> load_model(const ModelFile& file, const Context& where, bool wide, bool int8, bool keeps,
+// Reads the weights, to the GPU if ops run there. wide: as float, else as bf16; made, keeps: see made_format and
+// keeps_packed; quiet: nothing on stderr.
+std::unique_ptr<LoadedModel> load_model(const ModelFile& file, const Context& where, bool wide, Format made, bool keeps,
                                         bool quiet = false);
 
 // f(Weights<T>), for work that needs their type.

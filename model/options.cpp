@@ -14,8 +14,8 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
          "is present)", text(device)});
     if (inference)
         table.push_back({"", "--dtype", "NAME",
-         "compute in f32 or bf16 (default: as stored), or int8: quantise to 8.5\n"
-         "bits a weight at load", one_of(dtype, {"f32", "bf16", "int8"})});
+         "compute in f32 or bf16 (default: as stored); int8 or fp8: quantise at\n"
+         "load, to 8.5 or 8 bits a weight", one_of(dtype, {"f32", "bf16", "int8", "fp8"})});
     else
         table.push_back({"", "--dtype", "NAME", "f32 or bf16 (default: as stored; a GPU computes in bf16)",
          one_of(dtype, {"f32", "bf16"})});
@@ -34,8 +34,8 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
          "bf16, faster if memory suffices)", flag(packed)});
     if (inference)
         table.push_back({"", "--activations", "NAME",
-         "on a GPU with --packed: prompts multiply FP8 weights in bf16 (default)\n"
-         "or in fp8: also rounds activations to FP8, faster on Hopper",
+         "on a GPU, with FP8 weights: products of more than 16 tokens multiply in\n"
+         "bf16 (default) or in fp8: also round activations to FP8, faster",
                          one_of(activations, {"bf16", "fp8"})});
     table.push_back({"-z", "--tokenizer", "FILE",
      "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});

@@ -1,6 +1,7 @@
 // model/weights.cpp: weights of a checkpoint; see weights.h.
 #include "model/weights.h"
 #include "model/instances.h"
+#include "model/quantize_matrix.h"
 
 #ifndef QWEN3_DOUBLE
 bf16 int8_scale(float largest) {
@@ -98,11 +99,13 @@ template <class T> struct WeightLoader {
     }
 
     // Makes the matrix (rows, in) block b of a Linear.
-    void load_block(Linear<T>& linear, int b, const ModelTensor& m, bool int8, bool packed) {
+    void load_block(Linear<T>& linear, int b, const ModelTensor& m, Format made, bool packed) {
         const std::string name = m.name();
         const int rows = linear.rows[b] = m.rows, in = linear.in = m.columns;
         const Tensor& t = find(name, m.shape());
-        const Kept kept = packed && !int8 && t.is_quantized() ? kept_as(t) : Kept{};
+        Kept kept = (packed || made == Format::FP8) && made != Format::INT8 && t.is_quantized() ? kept_as(t) : Kept{};
+        const bool to_fp8 = made == Format::FP8 && m.kind < MODULES && kept.format != Format::FP8;
+        if (to_fp8) kept = {};
         const Format before = linear.format;
         linear.w[b] = nullptr, linear.q[b] = nullptr, linear.scale[b] = nullptr, linear.zero[b] = nullptr;
         linear.group = kept.group, linear.group_rows = kept.group_rows, linear.format = kept.format;
@@ -111,6 +114,8 @@ template <class T> struct WeightLoader {
             if (s.dtype != Dtype::BF16 || (uintptr_t)s.data % 2)
                 DIE("%s: tensor %s_scale is not BF16 at an even address", s.file.c_str(), name.c_str());
             linear.q[b] = (const int8_t*)t.data, linear.scale[b] = s.data, linear.format = Format::INT8;
+        } else if (to_fp8) {
+            make_fp8(linear, b, name, t);
         } else if (kept.format == Format::INT8) {
             linear.q[b] = (const int8_t*)t.data, linear.scale[b] = t.packed->scales.data;
         } else if (kept.format == Format::INT4) {
@@ -125,7 +130,7 @@ template <class T> struct WeightLoader {
             float* scale = own<float>(count_of(t.packed->scales.shape), t, name);
             if (!read_numbers(scale, t.packed->scales)) DIE("%s: %s has bad scales", t.file.c_str(), name.c_str());
             linear.q[b] = (const int8_t*)t.data, linear.scale[b] = scale;
-        } else if (int8 || (packed && t.is_quantized())) {
+        } else if (made == Format::INT8 || (packed && t.is_quantized())) {
             make_int8(linear, b, name, t);
         } else {
             linear.w[b] = numbers(name, {rows, in});
@@ -153,6 +158,25 @@ template <class T> struct WeightLoader {
             DIE("%s: tensor %s has an infinity or a NaN, which INT8 cannot hold", path, name.c_str());
         linear.q[b] = q, linear.scale[b] = scale;
     }
+    void make_fp8(Linear<T>& linear, int b, const std::string& name, const Tensor& t) {
+        const char* path = t.file.c_str();
+        const size_t rows = (size_t)linear.rows[b], in = (size_t)linear.in;
+        if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16 or F32", path, name.c_str());
+        UnsetVector<float> numbers(rows * in);
+        if (!read_numbers(numbers.data(), t))
+            DIE("%s: tensor %s has an infinity or a NaN, which FP8 cannot hold", path, name.c_str());
+        const QuantizedMatrix m = quantize_matrix(numbers.data(), rows, in, Format::FP8, FP8_GROUP, nullptr);
+        int8_t* q = own<int8_t>(rows * in, t, name);
+        float* scale = own<float>(m.grids.size(), t, name);
+        memcpy(q, m.q.data(), rows * in);
+        for (size_t i = 0; i < m.grids.size(); i++) {
+            scale[i] = m.grids[i].scale;
+            if (scale[i] > 0x1p100f) DIE("%s: tensor %s has numbers too large for FP8", path, name.c_str());
+        }
+        linear.format = Format::FP8, linear.group_rows = FP8_GROUP;
+        linear.group = std::min(FP8_GROUP, (linear.in + GROUP - 1) / GROUP * GROUP);
+        linear.q[b] = q, linear.scale[b] = scale;
+    }
 };
 
 template <class T> const char* type_name(const Weights<T>& w) {
@@ -164,7 +188,7 @@ template <class T> const char* type_name(const Weights<T>& w) {
     }
 }
 
-template <class T> Weights<T>::Weights(const ModelFile& file, bool int8, bool packed) {
+template <class T> Weights<T>::Weights(const ModelFile& file, Format made, bool packed) {
     WeightLoader<T> loader{*this, file};
     layers.resize(file.config.L);
     std::vector<ModelTensor> blocks; // of the Linear at work
@@ -177,13 +201,14 @@ template <class T> Weights<T>::Weights(const ModelFile& file, bool int8, bool pa
         }
         if (place.block == 0) blocks.clear();
         blocks.push_back(t);
-        loader.load_block(*place.linear, place.block, t, int8, packed);
+        loader.load_block(*place.linear, place.block, t, made, packed);
         const bool last = t.kind == V_PROJ || t.kind == UP_PROJ;
         // A product's blocks are of one format. INT8 holds all that is quantised.
         const bool some_plain = loader.plain;
         if (last && loader.mixed)
             for (size_t b = 0; b < blocks.size(); b++)
-                loader.load_block(*place.linear, (int)b, blocks[b], int8 || !some_plain, packed && !some_plain);
+                loader.load_block(*place.linear, (int)b, blocks[b], some_plain ? made : Format::INT8,
+                                  packed && !some_plain);
     }
     if (file.config.tied) head = embed;
 }
@@ -242,7 +267,7 @@ template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& 
 }
 
 #define INSTANTIATE(T) \
-    template Weights<T>::Weights(const ModelFile&, bool, bool); \
+    template Weights<T>::Weights(const ModelFile&, Format, bool); \
     template const char* type_name(const Weights<T>&); \
     template void use_huge_pages(const ModelFile&, const Weights<T>&);
 QWEN3_INSTANCES(INSTANTIATE)

@@ -22,7 +22,7 @@ Engines<T>::Engines(Options o, const ModelFile& file, const AdapterFile* adapter
     e.at_most = false;
     for (o.gpu = 1; o.gpu < o.gpus; o.gpu++) {
         const Context ctx = choose_device(o, file);
-        auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, o.dtype == "int8", stay_packed<T>(o))});
+        auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, made_format(o), stay_packed<T>(o))});
         to_device(one->ctx, file, one->weights);
         const int rows = e.max_seqs + std::max(e.chunk, e.burst);
         if (adapter) one->attached = std::make_unique<AttachedAdapter<T>>(one->ctx, one->weights, *adapter, rows);

@@ -106,7 +106,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         for (size_t i = 0; i < named.size(); i++) hashes[o.adapters[i].first] = adapter_hash(named[i], 1);
         batch = std::make_unique<Batcher>(o.batch, o.output, depends, hashes);
     }
-    Weights<T> weights(file, o.dtype == "int8", stay_packed<T>(o));
+    Weights<T> weights(file, made_format(o), stay_packed<T>(o));
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;

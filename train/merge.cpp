@@ -95,7 +95,7 @@ void merge_adapter(const TrainOptions& o, Context ctx, const ModelFile& file, co
     double kl = 0;
     for (int which = 0; which < 2; which++) {
         const ModelFile& from = which ? merged : file;
-        Weights<T> w(from, false, keeps_packed<T>(o, ctx));
+        Weights<T> w(from, Format::PLAIN, keeps_packed<T>(o, ctx));
         if constexpr (HAS_GPU<T>) if (ctx.gpu) w.upload(ctx, from);
         std::unique_ptr<AttachedAdapter<T>> attached;
         const int chunk = ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK;

@@ -8,7 +8,7 @@
 template <class T>
 Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
                     const Dataset* evaluation)
-    : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f, false, keeps_packed<T>(options, where)),
+    : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f, Format::PLAIN, keeps_packed<T>(options, where)),
       data(train), eval(evaluation), loader(o, ctx, c, data), params(o, ctx, file, w) {
     ctx.stop = &interrupted;
     if (o.grpo) open_rewards();

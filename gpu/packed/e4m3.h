@@ -1,5 +1,6 @@
-// gpu/packed/e4m3.h: products of FP8 weights and FP8 activations, on Hopper.
+// gpu/packed/e4m3.h: products of FP8 weights and FP8 activations.
 #pragma once
+#include "gpu/packed/e4m3_tiles.h"
 #include "gpu/packed/packed.h"
 #include "gpu/products/plans.h"
 #include "qwen3.cu"
@@ -14,17 +15,34 @@ struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product t
     }
 };
 
-// The same product of such a W up to the order of sums, without anything unpacked.
+// HopperPlan with the times of e4m3's steps, which have twice the numbers.
+struct E4M3Plan : HopperPlan {
+    E4M3Plan(const Context& ctx, int N, int out, int in) {
+        const int sms = ctx.gpu->sms;
+        consider<Hopper128x128>(2, 0.36, sms, MOST_SPLITS, N, out, in);
+        consider<Hopper128x256>(0, 0.66, sms, MOST_SPLITS, N, out, in);
+        consider<Hopper64x64>(3, 0.19, sms, MOST_SPLITS, N, out, in);
+        if (N <= Hopper32x64::MOST) consider_few<Hopper32x64>(8, 0.1, sms, MOST_SPLITS, N, out, in);
+        consider_few<Hopper64x64Deep>(4, 0.115, sms, MOST_SPLITS, N, out, in);
+        consider_few<Hopper64x128>(5, 0.16, sms, MOST_SPLITS, N, out, in);
+    }
+};
+
+// The product of such a W up to the order of sums, without anything unpacked.
 template <class Epilogue>
 void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Linear<bf16>& W, int N) {
     TileArgs p = {(const bf16*)x.q, (const bf16*)W.q[0], N, W.in / 2, Epilogue::PAIR ? W.rows[0] : W.out()};
     p.x_scale = x.scale, p.W_scale = (const float*)W.scale[0], p.pitch = x.pitch;
-    HopperPlan plan;
-    const int rows = W.out();
-    plan.consider<Hopper128x128>(2, 0.36, ctx.gpu->sms, MOST_SPLITS, N, rows, p.in);
-    plan.consider<Hopper128x256>(0, 0.66, ctx.gpu->sms, MOST_SPLITS, N, rows, p.in);
+    if (!ctx.gpu->hopper) return e4m3_tile_product(ctx, p, epilogue);
+    const E4M3Plan plan(ctx, N, W.out(), p.in);
     p.splits = plan.splits;
-    if (plan.shape) return launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
+    switch (plan.shape) {
+        case 2: return launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
+        case 3: return launch_hopper<Hopper64x64, false, false, true>(ctx, p, epilogue);
+        case 4: return launch_hopper<Hopper64x64Deep, false, false, true>(ctx, p, epilogue);
+        case 5: return launch_hopper<Hopper64x128, false, false, true>(ctx, p, epilogue);
+        case 8: return launch_hopper<Hopper32x64, false, false, true>(ctx, p, epilogue);
+    }
     if constexpr (std::is_same_v<Epilogue, SwigluEpilogue>)
         if (p.splits == 1 && !epilogue.gate_up && p.out % FP8_GROUP == 0)
             if (const E4M3Rows to = round_ahead(ctx, epilogue.out, N, p.out, e4m3_bytes(N, W.in)); to.q)

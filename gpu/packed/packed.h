@@ -55,7 +55,7 @@ E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in);
 // To e4m3 at `to`; or to bf16 in the scratch.
 template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const bf16* x, int N, int in);
 // Whether tensor cores read W as it is stored.
-bool takes_e4m3(const Context& ctx, const Linear<bf16>& W);
+bool takes_e4m3(const Linear<bf16>& W);
 
 constexpr int PACKED_IN = 128; // columns of a stage of packed_hopper_kernel
 // Whether a product of N tokens is one of these. (The Tensor Memory Accelerator requires rows of whole 16 bytes; a

@@ -80,8 +80,13 @@ E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in) {
     return to;
 }
 // Whether tensor cores read W as it is stored.
-bool takes_e4m3(const Context& ctx, const Linear<bf16>& W) {
-    return ctx.gpu->hopper && W.group == FP8_GROUP && W.group_rows == FP8_GROUP && W.in % 16 == 0 && !W.adapter.rank;
+bool takes_e4m3(const Linear<bf16>& W) {
+    static const bool multiplies = [] { // this binary has code for sm_89 or later, and the GPU runs it
+        cudaFuncAttributes code;
+        CUDA_CHECK(cudaFuncGetAttributes(&code, round_kernel<true>));
+        return code.ptxVersion >= 89 && code.binaryVersion >= 89;
+    }();
+    return multiplies && W.group == FP8_GROUP && W.group_rows == FP8_GROUP && W.in % 16 == 0 && !W.adapter.rank;
 }
 
 // Whether a product of N tokens is one of these. (The Tensor Memory Accelerator requires rows of whole 16 bytes; a

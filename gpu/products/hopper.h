@@ -160,13 +160,14 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
 
 // The same for e4m3. A stage is a group of 128 numbers of `in`; for the copies two e4m3 count as one number of two
 // bytes. A wgmma of e4m3 truncates its 32 products and the sum before to about 14 bits below the largest one's first
-// bit, so its result for 128 rows of W and a group is added to the sums in float, times the scales of both operands,
-// which are loaded a stage ahead. Meanwhile the other warpgroup's wgmma is in flight.
+// bit, so its result for up to 128 rows of W and a group is added to the sums in float, times the scales of both
+// operands, which are loaded a stage ahead. Meanwhile the other warpgroup's wgmma is in flight.
 template <class S, bool PAIR>
 __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
                                                 Ring<S::STAGES>& ring, const TileArgs& p,
                                                 const TilePlace<S, PAIR>& at) {
-    static_assert(S::ROWS % 128 == 0, "a wgmma has 128 rows");
+    static_assert(S::ROWS == 64 || S::ROWS % 128 == 0, "each half of the rows has one scale");
+    constexpr int EACH = S::NF < 16 ? S::NF : 16; // fragments of a wgmma
     const uint32_t my_x = threadIdx.x / 128 * (64 * STAGE_IN * 2);
     const int groups = (p.in + STAGE_IN - 1) / STAGE_IN, last = ((PAIR ? 2 : 1) * p.out - 1) / 128;
     // Each half of the tile's rows has one scale.
@@ -185,13 +186,13 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
         barrier_wait(stages.full(ring.stage), ring.parity);
         float factor[2][2];
         #pragma unroll
-        for (int f = 0; f < S::NF; f += 16) { // fragments of 128 rows
+        for (int f = 0; f < S::NF; f += EACH) {
             const uint32_t from_x = stages.x(ring.stage) + my_x, from_w = stages.w(ring.stage) + f * (8 * STAGE_IN * 2);
-            float part[1][16][4];
+            float part[1][EACH][4];
             wgmma_begin();
             #pragma unroll
             for (int k = 0; k < 4; k++)
-                wgmma_e4m3(part[0], wgmma_operand(from_x + k * 32, 0), wgmma_operand(from_w + k * 32, 0), k);
+                wgmma_e4m3<EACH * 8>(part[0], wgmma_operand(from_x + k * 32, 0), wgmma_operand(from_w + k * 32, 0), k);
             wgmma_commit();
             if (f == 0) {
                 #pragma unroll
@@ -200,9 +201,9 @@ __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const
             }
             wgmma_wait<0>();
             wgmma_settle(part);
-            if (f + 16 == S::NF) stages.done_with(ring.stage);
+            if (f + EACH == S::NF) stages.done_with(ring.stage);
             #pragma unroll
-            for (int j = 0; j < 16; j++)
+            for (int j = 0; j < EACH; j++)
                 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     sum[0][f + j][e] = fmaf(part[0][j][e], factor[e / 2][2 * (f + j) / S::NF], sum[0][f + j][e]);

@@ -43,7 +43,7 @@ static void ceilings() {
 struct Model {
     ModelFile file;
     Weights<bf16> weights;
-    explicit Model(const char* path, bool packed = false) : file(path), weights(file, false, packed) { weights.upload(ctx, file); }
+    explicit Model(const char* path, bool packed = false) : file(path), weights(file, Format::PLAIN, packed) { weights.upload(ctx, file); }
 };
 struct State { // activations and cache for N rows and B sequences of up to `context` tokens
     Arena arena;

@@ -85,7 +85,7 @@ Timing say(Session<T>& session, const std::vector<int>& prompt, const std::vecto
 
 template <class T> void measure(const std::string& path, int rounds, int lookup) {
     const ModelFile file(path);
-    const Weights<T> weights(file, false, keeps_packed<T>({}, {}));
+    const Weights<T> weights(file, Format::PLAIN, keeps_packed<T>({}, {}));
     use_huge_pages(file, weights);
     const Tokenizer tokenizer(find_tokenizer("", path));
     Session<T> session(file.config, weights, std::min(2048, file.config.max_positions));

@@ -21,7 +21,7 @@ static const std::string& path_of(const uint8_t* data, size_t size) {
 
 // A model that loads must also run: three tokens are fed to it, and one is sampled. packed: see Weights.
 template <class T> void use(const ModelFile& file, bool packed = false) {
-    const Weights<T> weights(file, false, packed);
+    const Weights<T> weights(file, Format::PLAIN, packed);
     const Config& c = file.config;
     const int n = std::min(3, c.max_positions);
     Session<T> session(c, weights, n);

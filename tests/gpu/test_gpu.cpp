@@ -327,10 +327,10 @@ TEST_CASE("packed weights, many tokens: unpacked they are W.at rounded, and forw
         }
 }
 
-// How far x W^T may be off if Hopper's tensor cores multiply e4m3. They add 32 products at once to the sum of those
-// before in the group: all are aligned to the largest, and what is more than about 13 bits behind its first is cut off,
-// in the result too. So each of these 34 numbers is off by at most 2^-13 of the largest. (What is cut off has either
-// sign: errors come to a tenth of this, but a wrong number or scale to several times as much.) Groups' sums are float.
+// How far x W^T may be off if tensor cores multiply e4m3. Hopper's add 32 products at once to the sum of those before in
+// the group: all are aligned to the largest, and what is more than about 13 bits behind its first is cut off, in the
+// result too. So each of these 34 numbers is off by at most 2^-13 of the largest. (What is cut off has either sign:
+// errors come to a tenth of this, but a wrong number or scale to several times as much.) Groups' sums are float.
 static std::vector<double> e4m3_bounds(const WideLinear& W, const std::vector<double>& x, int N) {
     const int R = W.out(), K = W.in;
     std::vector<double> bounds((size_t)N * R);
@@ -362,8 +362,8 @@ TEST_CASE("FP8 activations: rounded as defined; products of e4m3 are those of th
         const int R = std::accumulate(blocks.begin(), blocks.end(), 0), K = in;
         PackedMatrix W(random, kind, blocks, K, (size_t)R * K, high);
         W.use(pad.ctx);
-        const bool e4m3 = takes_e4m3(pad.ctx, W.device);
-        CHECK(e4m3 == (pad.ctx.gpu->hopper && high == 128 && K % 16 == 0));
+        const bool e4m3 = takes_e4m3(W.device);
+        CHECK(e4m3 == (pad.ctx.gpu->sm >= 89 && high == 128 && K % 16 == 0));
         for (int N : {17, 129, 300}) {
             INFO("N " << N << " R " << R << " K " << K);
             const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
@@ -380,7 +380,11 @@ TEST_CASE("FP8 activations: rounded as defined; products of e4m3 are those of th
             std::vector<double> off = WideLinear(W.host, true)(magnitudes(exact), N);
             for (double& v : off) v *= 0x1p-8; // W is rounded
             if (e4m3) off = e4m3_bounds(wide, as_double(exact), N);
+            const bool hopper = pad.ctx.gpu->hopper;
             check_products(random, pad.ctx, W, dx, N, y, off);
+            pad.ctx.gpu->hopper = false; // mma.sync
+            if (hopper) check_products(random, pad.ctx, W, dx, N, y, off);
+            pad.ctx.gpu->hopper = hopper;
         }
         const Device<bf16> few(random.fill<bf16>((size_t)16 * K)); // of so few nothing is rounded
         Device<bf16> a((size_t)16 * R), b((size_t)16 * R);
@@ -489,7 +493,7 @@ TEST_CASE("packed models on the GPU: logits as near to transformers' as bf16, dr
     for (std::string model : {"awq", "fp8"}) {
         CAPTURE(model);
         const Golden g("quantized/" + model);
-        Weights<bf16> w(g.file, false, true);
+        Weights<bf16> w(g.file, Format::PLAIN, true);
         Context ctx = gpu();
         ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
         w.upload(ctx, g.file);
@@ -1372,7 +1376,7 @@ TEST_CASE("FP8 keys and values: a session on the GPU agrees with one on the CPU,
 #ifndef QWEN3_PORTABLE
 TEST_CASE("packed weights are uploaded right where they fill several buffers") {
     const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 2, true);
-    Weights<bf16> host(*m.file, true, true), device(*m.file, true, true); // INT8: 34 MB
+    Weights<bf16> host(*m.file, Format::INT8, true), device(*m.file, Format::INT8, true); // INT8: 34 MB
     Context ctx = gpu();
     ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
     device.upload(ctx, *m.file);
@@ -1460,7 +1464,7 @@ struct PackedCheckpoint {
         how.format = format, how.group = group;
         write_safetensors(path, model_metadata(quantized_config(*m.file, how), ""), quantize_model<bf16>(*m.file, how, {}));
         file = std::make_unique<ModelFile>(path);
-        weights = std::make_unique<Weights<bf16>>(*file, false, true);
+        weights = std::make_unique<Weights<bf16>>(*file, Format::PLAIN, true);
         ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
         weights->upload(ctx, *file);
         std::filesystem::remove(path); // (it stays mapped)
@@ -1662,7 +1666,7 @@ TEST_CASE("one kernel a token: a model that it cannot compute takes the graph") 
 TEST_CASE("what the GPU cannot do is one line") {
     if (!Optional::HERE) { // a portable build
         const ModelFile packed("tests/fixtures/quantized/fp8");
-        Weights<bf16> w(packed, false, true);
+        Weights<bf16> w(packed, Format::PLAIN, true);
         CHECK_THROWS_AS(w.upload(gpu(), packed), Error);
     }
     Config c = Golden("tied_bf16").file.config;

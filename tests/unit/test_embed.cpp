@@ -191,7 +191,7 @@ TEST_CASE("embed: a bare model, without a head; modules that do something else")
     const Weights<bf16> headless(file), whole(golden().file);
     CHECK(hidden_of(file.config, headless, {{1, 2, 3}}) == hidden_of(file.config, whole, {{1, 2, 3}}));
     CHECK_THROWS_AS(Relevance({}, headless, RerankPrompt(golden().tokenizer)), Error);
-    CHECK(hidden_of(file.config, Weights<bf16>(file, true), {{1, 2, 3}}).size() == 1); // INT8
+    CHECK(hidden_of(file.config, Weights<bf16>(file, Format::INT8), {{1, 2, 3}}).size() == 1); // INT8
 
     CHECK(says_it_embeds(golden().file));
     CHECK(!says_it_embeds(tiny().file));

@@ -116,7 +116,7 @@ TEST_CASE("FP8 e4m3: every value, against arithmetic on its fields") {
 TEST_CASE("INT8 at load is made of the dequantised numbers") {
     for (auto& m : MODELS) {
         const ModelFile file(FIXTURES + m.folder + m.model);
-        const Weights<float> plain(file), small(file, true);
+        const Weights<float> plain(file), small(file, Format::INT8);
         const Linear<float>&W = plain.layers[0].down, &Q = small.layers[0].down;
         REQUIRE(Q.q[0]);
         for (int r = 0; r < W.out(); r++)

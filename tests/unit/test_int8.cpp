@@ -258,7 +258,7 @@ TEST_CASE("Weights made INT8: best scales, each integer the nearest (even at a t
         }
         MemoryFile memory(checkpoint.file());
         ModelFile file(memory.path);
-        Weights<float> weights(file, true);
+        Weights<float> weights(file, Format::INT8);
         std::vector<int> rounded;
         for (int row = 0; row < 4; row++) {
             CHECK(((const bf16*)weights.head.scale[0])[row * 2].bits == 0x3f80);
@@ -302,7 +302,7 @@ static void export_int8(const std::string& python, const std::string& folder, co
 
 template <class T> void check_same(const std::string& folder, const std::string& exported) {
     ModelFile from(folder), to(exported);
-    Weights<T> made(from, true), read(to);
+    Weights<T> made(from, Format::INT8), read(to);
     std::vector<Linear<T>> want;
     for_each_matrix(made, [&](const std::string&, const Linear<T>& y, int) { want.push_back(y); });
     size_t at = 0;
@@ -432,7 +432,7 @@ TEST_CASE("INT8 files that are refused") {
         ModelFile file(memory.path);
         Weights<bf16> weights(file);
         CHECK((weights.layers[0].qkv.q[0] && weights.embed.q[0] && weights.head.q[0]));
-        Weights<bf16> again(file, true); // INT8 stays as it is
+        Weights<bf16> again(file, Format::INT8); // INT8 stays as it is
         CHECK(again.layers[0].qkv.q[2] == weights.layers[0].qkv.q[2]);
         Weights<double> wide(file);
         CHECK(wide.head.scale[0] == weights.head.scale[0]);
@@ -480,7 +480,7 @@ TEST_CASE("INT8 files that are refused") {
         check_refused(c, false, name + " is INT8 and its neighbours are not");
         MemoryFile memory(c.file());
         ModelFile file(memory.path);
-        Weights<bf16> weights(file, true); // all are now
+        Weights<bf16> weights(file, Format::INT8); // all are now
         CHECK((weights.layers[0].qkv.q[0] && weights.layers[0].gate_up.q[1]));
     }
     c = good;
@@ -502,7 +502,7 @@ TEST_CASE("INT8 files that are refused") {
                 check_refused(c, true, o + " has an infinity or a NaN");
                 MemoryFile memory(c.file());
                 ModelFile file(memory.path);
-                CHECK_NOTHROW(Weights<float>(file, false));
+                CHECK_NOTHROW(Weights<float>(file));
                 bytes = before;
             }
         }
@@ -568,7 +568,7 @@ TEST_CASE("a model made INT8: mean KL to itself below 0.005, and bf16 arithmetic
         CHECK(lost > 1e-6); // it did something
         CHECK(added > 1e-6);
         CHECK(added <= usual);
-        Weights<bf16> plain(file), small(file, true);
+        Weights<bf16> plain(file), small(file, Format::INT8);
         CHECK(step_bytes(small) < step_bytes(plain) * 0.55); // 8.5 bits for 16, and scales for ends of rows
     }
 }

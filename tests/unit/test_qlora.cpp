@@ -27,7 +27,7 @@ TEST_CASE("adapters on packed models in bf16: each gradient is as near to the tr
     for (auto& format : FORMATS) {
         CAPTURE(format);
         const std::string model = quantized_tiny(s, format);
-        CHECK(Weights<bf16>(ModelFile(model), false, true).layers[0].qkv.format != Format::PLAIN);
+        CHECK(Weights<bf16>(ModelFile(model), Format::PLAIN, true).layers[0].qkv.format != Format::PLAIN);
         Context plain;
         plain.plain = true;
         const Tensor64 truth = whole_gradients<float>(Context(), false, model);
@@ -120,7 +120,7 @@ TEST_CASE("--merge of an adapter on packed weights: bf16 is W + s B A rounded on
         REQUIRE(r.status == 0);
         CHECK(r.err.find("merged; against the adapter: mean KL ") != std::string::npos);
         const ModelFile again(anew);
-        const Weights<bf16> N(again, false, true), P(base, false, true);
+        const Weights<bf16> N(again, Format::PLAIN, true), P(base, Format::PLAIN, true);
         CHECK(type_name(N) == format);
         CHECK(N.embed.format == P.embed.format);
         CHECK(N.layers[0].qkv.group == P.layers[0].qkv.group);

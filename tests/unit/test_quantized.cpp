@@ -196,7 +196,7 @@ TEST_CASE("AWQ, GPTQ, FP8 and Q4_0 stay packed on a CPU: W.at is the file's numb
     for (std::string model : {"awq", "gptq4", "gptq8", "fp8", "mixed/model.gguf", "chat/model.gguf"}) {
         CAPTURE(model);
         const ModelFile file(QUANTIZED + model);
-        const Weights<bf16> w(file, false, true);
+        const Weights<bf16> w(file, Format::PLAIN, true);
         const Weights<float> wide(file);
         size_t off = 0;
         auto others = std::vector<const Linear<float>*>();
@@ -227,7 +227,7 @@ TEST_CASE("packed models: logits are transformers' on the same matrices, as defi
     for (std::string model : {"awq", "fp8"}) {
         CAPTURE(model);
         const Golden g("quantized/" + model);
-        const Weights<bf16> w(g.file, false, true);
+        const Weights<bf16> w(g.file, Format::PLAIN, true);
         CHECK((w.layers[0].down.format == Format::INT4 || w.layers[0].down.format == Format::FP8));
         auto logits = [&](bool plain) {
             std::vector<float> out;
@@ -364,6 +364,7 @@ TEST_CASE("--activations fp8 is refused where it means nothing") {
     refused({fp8, "--packed", "--dtype", "bf16"}, "--dtype");
     refused({fp8, "--packed", "--invariant"}, "--invariant");
     refused({fp8, "--packed", "-d", "cpu"}, "for a GPU");
+    refused({TINY, "--dtype", "fp8", "-d", "cpu"}, "for a GPU");
 }
 
 TEST_CASE("--quantize: files that open again, packed and not, with the numbers that were chosen") {
@@ -376,7 +377,7 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
         REQUIRE(r.status == 0);
         const ModelFile from(TINY), file(out);
         CHECK(file.config.end_tokens == from.config.end_tokens);
-        const Weights<bf16> w(file, false, true);
+        const Weights<bf16> w(file, Format::PLAIN, true);
         CHECK(type_name(w) == how);
         CHECK(w.embed.format == Format::INT8);
         const Weights<float> open(file);
@@ -408,8 +409,20 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
     REQUIRE(run_qwen3({TINY, "--quantize", "int4", s / "same.bin", "--embedding", "same", "--group", "32"}).status == 0);
     const ModelFile same(s / "same.bin");
     CHECK(same.tensors.at("model.embed_tokens.weight").dtype == Dtype::BF16);
-    CHECK(Weights<bf16>(same, false, true).layers[0].qkv.group == 32);
+    CHECK(Weights<bf16>(same, Format::PLAIN, true).layers[0].qkv.group == 32);
     check_refusal(run_qwen3({s / "same.bin", "--quantize", "int8", s / "x.bin"}), "qwen3", "is quantised already");
+    // --dtype fp8 makes the same at load; of a file in FP8, nothing.
+    REQUIRE(run_qwen3({TINY, "--quantize", "fp8", s / "fp8.bin", "--embedding", "same"}).status == 0);
+    const auto logits = [&](const std::string& model, const std::string& dtype) {
+        const Strings asked = {model, "-d", "cpu", "--ids", "5 6 7", "--logits-hash"};
+        const Result r = run_qwen3(dtype.empty() ? asked : asked + Strings{"--dtype", dtype});
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        return r.out;
+    };
+    CHECK(logits(TINY, "fp8") == logits(s / "fp8.bin", ""));
+    CHECK(logits(s / "fp8.bin", "fp8") == logits(s / "fp8.bin", ""));
+    CHECK(logits(TINY, "fp8") != logits(TINY, ""));
     write_file(s / "short.txt", "a text of fewer tokens than a window has");
     for (Strings more : {Strings{"--group", "48"}, Strings{"--group", "64"}, Strings{"--calibrate", s / "short.txt", "-z", TINY_TOKENIZER}}) {
         Strings all = {TINY, "--quantize", more[1] == "64" ? "fp8" : "int4", s / "x.bin"};
@@ -429,7 +442,7 @@ TEST_CASE("FP8 stays FP8 where matrices of one product have more and fewer rows 
     REQUIRE(run_qwen3({"--synthesize", s / "c.json", s / "m.bin"}).status == 0);
     REQUIRE(run_qwen3({s / "m.bin", "--quantize", "fp8", s / "fp8.bin"}).status == 0);
     const ModelFile file(s / "fp8.bin");
-    const Weights<bf16> w(file, false, true);
+    const Weights<bf16> w(file, Format::PLAIN, true);
     const Weights<float> truth(file);
     size_t off = 0;
     for (auto [kept, read] : {std::pair(&w.layers[0].qkv, &truth.layers[0].qkv), {&w.layers[0].gate_up, &truth.layers[0].gate_up}}) {
@@ -513,6 +526,6 @@ TEST_CASE("export.py --to-hf makes a folder of a quantised model, which opens as
         const Strings ask = {"--ids", "5 6 7", "--logits-hash"};
         const Result a = run_qwen3({bin, ask[0], ask[1], ask[2]}), b = run_qwen3({folder, ask[0], ask[1], ask[2]});
         CHECK((a.status == 0 && a.out == b.out));
-        CHECK(Weights<bf16>(ModelFile(folder), false, true).layers[0].o.format == (how == "int4" ? Format::INT4 : Format::FP8));
+        CHECK(Weights<bf16>(ModelFile(folder), Format::PLAIN, true).layers[0].o.format == (how == "int4" ? Format::INT4 : Format::FP8));
     }
 }
