@@ -15,11 +15,13 @@ struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product t
     }
 };
 
+using E4M3Hopper128x128 = HopperShape<128, 128, 6, 128, 1, true>; // Hopper128x128 with registers for two stages' results
+
 // HopperPlan with the times of e4m3's steps, which have twice the numbers.
 struct E4M3Plan : HopperPlan {
     E4M3Plan(const Context& ctx, int N, int out, int in) {
         const int sms = ctx.gpu->sms;
-        consider<Hopper128x128>(2, 0.36, sms, MOST_SPLITS, N, out, in);
+        consider<E4M3Hopper128x128>(2, 0.36, sms, MOST_SPLITS, N, out, in);
         consider<Hopper128x256>(0, 0.66, sms, MOST_SPLITS, N, out, in);
         consider<Hopper64x64>(3, 0.19, sms, MOST_SPLITS, N, out, in);
         if (N <= Hopper32x64::MOST) consider_few<Hopper32x64>(8, 0.1, sms, MOST_SPLITS, N, out, in);
@@ -37,7 +39,7 @@ void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Line
     const E4M3Plan plan(ctx, N, W.out(), p.in);
     p.splits = plan.splits;
     switch (plan.shape) {
-        case 2: return launch_hopper<Hopper128x128, false, false, true>(ctx, p, epilogue);
+        case 2: return launch_hopper<E4M3Hopper128x128, false, false, true>(ctx, p, epilogue);
         case 3: return launch_hopper<Hopper64x64, false, false, true>(ctx, p, epilogue);
         case 4: return launch_hopper<Hopper64x64Deep, false, false, true>(ctx, p, epilogue);
         case 5: return launch_hopper<Hopper64x128, false, false, true>(ctx, p, epilogue);

@@ -21,7 +21,8 @@ __device__ inline void round_four(uint2& to, const float4& y) { to = make_uint2(
 // this one declares its expected bytes, since the phase still lacks that arrival. Successive products take the card to
 // its power limit, so bytes, here those from the L2 cache, cost clocks.
 constexpr int MOST_SPLITS = 8; // blocks that every GPU places as a cluster
-template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_ = 1> struct HopperShape {
+template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_ = 1, bool MOVES_ = (ROWS_ > 128)>
+struct HopperShape {
     static constexpr int TOKENS = TOKENS_, ROWS = ROWS_, STAGES = STAGES_;
     static constexpr int SHARING = SHARING_; // blocks that share W: 1 or 2
     static constexpr int MOST = MOST_; // less than TOKENS: of N, and a stage has no more of x; wgmma reads on into W
@@ -32,7 +33,7 @@ template <int TOKENS_, int ROWS_, int STAGES_, int MOST_ = TOKENS_, int SHARING_
     static constexpr int CONSUMERS = TOKENS / 64 * 128; // threads
     // If three warpgroups could not have enough registers each, the producer is one warpgroup and leaves most of its
     // registers to the others.
-    static constexpr bool MOVES_REGISTERS = ROWS > 128;
+    static constexpr bool MOVES_REGISTERS = MOVES_;
     static constexpr int THREADS = CONSUMERS + (MOVES_REGISTERS ? 128 : 32);
     static constexpr int BLOCKS = 2 * SHARED < 225 * 1024 ? 2 : 1; // of a multiprocessor
     static constexpr size_t ROOM = BLOCKS == 2 ? 112 * 1024 : 226 * 1024; // limit of a block
@@ -161,52 +162,100 @@ __device__ __forceinline__ void multiply_steps_wgmma(float (&sum)[1][S::NF][4], 
 // The same for e4m3. A stage is a group of 128 numbers of `in`; for the copies two e4m3 count as one number of two
 // bytes. A wgmma of e4m3 truncates its 32 products and the sum before to about 14 bits below the largest one's first
 // bit, so its result for up to 128 rows of W and a group is added to the sums in float, times the scales of both
-// operands, which are loaded a stage ahead. Meanwhile the other warpgroup's wgmma is in flight.
+// operands.
+template <class S, bool PAIR> struct GroupFactors {
+    const float *of_x, *of_w[2];
+    int pitch;
+    float x[2], w[2]; // of this lane's two tokens; of the two halves of the rows, each of which has one scale
+    __device__ __forceinline__ GroupFactors(const TileArgs& p, const TilePlace<S, PAIR>& at) : pitch(p.pitch) {
+        static_assert(S::ROWS == 64 || S::ROWS % 128 == 0, "each half of the rows has one scale");
+        const int groups = (p.in + STAGE_IN - 1) / STAGE_IN, last = ((PAIR ? 2 : 1) * p.out - 1) / 128;
+        const int first = (PAIR ? at.r0 / 2 : at.r0) / 128;
+        const int second = (PAIR ? p.out + at.r0 / 2 : at.r0 + S::ROWS / 2) / 128;
+        of_x = p.x_scale + at.token(0, 0);
+        of_w[0] = p.W_scale + (size_t)first * groups, of_w[1] = p.W_scale + (size_t)min(second, last) * groups;
+    }
+    __device__ __forceinline__ void load(int step) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) x[i] = of_x[(size_t)step * pitch + i * 8], w[i] = of_w[i][step];
+    }
+    __device__ __forceinline__ void get(float (&factor)[2][2]) const {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) factor[i / 2][i % 2] = x[i / 2] * w[i % 2];
+    }
+};
+// Fragments f .. f + EACH - 1 of a stage: wgmma's begin; and their sums in float.
+template <class S, int EACH>
+__device__ __forceinline__ void begin_group(float (&part)[1][EACH][4], uint32_t x, uint32_t w, int f) {
+    const uint32_t from_x = x + threadIdx.x / 128 * (64 * STAGE_IN * 2), from_w = w + f * (8 * STAGE_IN * 2);
+    wgmma_begin();
+    #pragma unroll
+    for (int k = 0; k < 4; k++)
+        wgmma_e4m3<EACH * 8>(part[0], wgmma_operand(from_x + k * 32, 0), wgmma_operand(from_w + k * 32, 0), k);
+    wgmma_commit();
+}
+template <class S, int EACH>
+__device__ __forceinline__ void add_group(float (&sum)[1][S::NF][4], float (&part)[1][EACH][4],
+                                          const float (&factor)[2][2], int f) {
+    #pragma unroll
+    for (int j = 0; j < EACH; j++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++)
+            sum[0][f + j][e] = fmaf(part[0][j][e], factor[e / 2][2 * (f + j) / S::NF], sum[0][f + j][e]);
+}
+// 256 rows: halves in turn; meanwhile the other warpgroup's wgmma is in flight. Fewer: registers hold the results of two
+// stages, so that one's wgmma is in flight while the other's result is added. Scales are loaded a stage ahead.
 template <class S, bool PAIR>
 __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
                                                 Ring<S::STAGES>& ring, const TileArgs& p,
                                                 const TilePlace<S, PAIR>& at) {
-    static_assert(S::ROWS == 64 || S::ROWS % 128 == 0, "each half of the rows has one scale");
-    constexpr int EACH = S::NF < 16 ? S::NF : 16; // fragments of a wgmma
-    const uint32_t my_x = threadIdx.x / 128 * (64 * STAGE_IN * 2);
-    const int groups = (p.in + STAGE_IN - 1) / STAGE_IN, last = ((PAIR ? 2 : 1) * p.out - 1) / 128;
-    // Each half of the tile's rows has one scale.
-    const int first = (PAIR ? at.r0 / 2 : at.r0) / 128, second = (PAIR ? p.out + at.r0 / 2 : at.r0 + S::ROWS / 2) / 128;
-    const float* const of_x = p.x_scale + at.token(0, 0);
-    const float *const of_w[2] = {p.W_scale + (size_t)first * groups, p.W_scale + (size_t)min(second, last) * groups};
-    float x[2], w[2]; // of this lane's two tokens, and of the halves
-    const auto load = [&](int step) {
-        #pragma unroll
-        for (int i = 0; i < 2; i++) x[i] = of_x[(size_t)step * p.pitch + i * 8], w[i] = of_w[i][step];
-    };
-    load(at.first);
+    GroupFactors<S, PAIR> next(p, at);
+    next.load(at.first);
     #pragma unroll
     for (int j = 0; j < S::NF * 4; j++) sum[0][j / 4][j % 4] = 0;
-    for (int step = at.first; step < at.last; step++, ring.next(stages.count())) {
-        barrier_wait(stages.full(ring.stage), ring.parity);
-        float factor[2][2];
-        #pragma unroll
-        for (int f = 0; f < S::NF; f += EACH) {
-            const uint32_t from_x = stages.x(ring.stage) + my_x, from_w = stages.w(ring.stage) + f * (8 * STAGE_IN * 2);
-            float part[1][EACH][4];
-            wgmma_begin();
+    if constexpr (S::NF > 16) {
+        for (int step = at.first; step < at.last; step++, ring.next(stages.count())) {
+            barrier_wait(stages.full(ring.stage), ring.parity);
+            float factor[2][2];
             #pragma unroll
-            for (int k = 0; k < 4; k++)
-                wgmma_e4m3<EACH * 8>(part[0], wgmma_operand(from_x + k * 32, 0), wgmma_operand(from_w + k * 32, 0), k);
-            wgmma_commit();
-            if (f == 0) {
-                #pragma unroll
-                for (int i = 0; i < 4; i++) factor[i / 2][i % 2] = x[i / 2] * w[i % 2];
-                if (step + 1 < at.last) load(step + 1);
+            for (int f = 0; f < S::NF; f += 16) {
+                float part[1][16][4];
+                begin_group<S>(part, stages.x(ring.stage), stages.w(ring.stage), f);
+                if (f == 0) next.get(factor);
+                if (f == 0 && step + 1 < at.last) next.load(step + 1);
+                wgmma_wait<0>();
+                wgmma_settle(part);
+                if (f + 16 == S::NF) stages.done_with(ring.stage);
+                add_group<S>(sum, part, factor, f);
             }
-            wgmma_wait<0>();
-            wgmma_settle(part);
-            if (f + EACH == S::NF) stages.done_with(ring.stage);
-            #pragma unroll
-            for (int j = 0; j < EACH; j++)
-                #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    sum[0][f + j][e] = fmaf(part[0][j][e], factor[e / 2][2 * (f + j) / S::NF], sum[0][f + j][e]);
+        }
+    } else {
+        float part[2][1][S::NF][4], factor[2][2][2];
+        int stage[2];
+        const auto begin = [&](int k, int step) {
+            barrier_wait(stages.full(ring.stage), ring.parity);
+            begin_group<S>(part[k], stages.x(ring.stage), stages.w(ring.stage), 0);
+            stage[k] = ring.stage;
+            ring.next(stages.count());
+            next.get(factor[k]);
+            if (step + 1 < at.last) next.load(step + 1);
+        };
+        const auto add = [&](int k) {
+            wgmma_settle(part[k]);
+            stages.done_with(stage[k]);
+            add_group<S>(sum, part[k], factor[k], 0);
+        };
+        begin(0, at.first);
+        int step = at.first + 1;
+        for (; step + 1 < at.last; step += 2) {
+            begin(1, step), wgmma_wait<1>(), add(0);
+            begin(0, step + 1), wgmma_wait<1>(), add(1);
+        }
+        if (step < at.last) {
+            begin(1, step), wgmma_wait<1>(), add(0);
+            wgmma_wait<0>(), add(1);
+        } else {
+            wgmma_wait<0>(), add(0);
         }
     }
 }

@@ -153,8 +153,8 @@ static void sweep() {
                     }));
                 }
             };
-            row("128x256", Hopper128x256{}, 2), row("128x128", Hopper128x128{}, 4), row("64x64", Hopper64x64{}, 8);
-            row("deep", Hopper64x64Deep{}, 4), row("64x128", Hopper64x128{}, 4), row("128x64", Hopper128x64{}, 4), row("32x64", Hopper32x64{}, 4);
+            row("128x256", Hopper128x256{}, 2), row("128x128", E4M3Hopper128x128{}, 8), row("64x64", Hopper64x64{}, 8);
+            row("deep", Hopper64x64Deep{}, 8), row("64x128", Hopper64x128{}, 8), row("128x64", Hopper128x64{}, 8), row("32x64", Hopper32x64{}, 8);
             const double bf16_time = time_graph(calls, [&](int i) { linear_gpu(ctx, a.out, (const bf16*)a.x, a.plain(s, i % a.sets), N); });
             const double chosen = time_graph(calls, [&](int i) { e4m3_product(ctx, StoreEpilogue<bf16>(a.out, s.R), a.rows(), a.fp8(s, i % a.sets), N); });
             const E4M3Plan plan(ctx, N, s.R, s.K / 2);
