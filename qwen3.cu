@@ -53,6 +53,7 @@
 #include "model/context.h"
 #include "model/dropout.h"
 #include "model/formats.h"
+#include "model/gpu_ops.h"
 #include "model/instances.h"
 #include "model/kv_cache.h"
 #include "model/sampling.h"
@@ -472,8 +473,8 @@ template <class T> struct KVCache {
 };
 
 // RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
-// is a template on T and has a variable `ctx`. op_cpu and op_gpu are declared at the end of Book I; the compiler finds
-// them by the type of `ctx` (argument-dependent lookup).
+// is a template on T and has a variable `ctx`. cpu/ops.h and model/gpu_ops.h declare op_cpu and op_gpu; the compiler
+// finds them by the type of `ctx` (argument-dependent lookup).
 #if defined(QWEN3_PLAIN) || defined(QWEN3_PORTABLE)
 template <class T> constexpr bool HAS_CPU = false;
 #else
@@ -1043,163 +1044,12 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 #include "cpu/ops.h"
 #endif
 
-// ---- Sampling on a GPU: parameters, and the destination of the sampled tokens.
-struct Draw {
-    Sampling how;
-    int exist; // only ids below may be drawn
-};
-
-// The destination of sampled tokens, and the batch of the next step.
-struct DrawState {
-    int *token, *pos, *slot; // (R) of the token just sampled, out; pos: in, the position of the token before
-    const int *seq, *pages;  // (R), (., max_pages)
-    int max_pages;
-    uint32_t* seen;          // (sequences, V) or null
-    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
-    int ring_size;
-    int* last;               // (sequences) last sampled token, or null
-};
-
-// How a product's rows are distributed: `rows` neighbours at a time to its blocks in turn, the first ones to block
-// `shift`. blocks 0: no record.
-struct RowsDealt {
-    int blocks = 0, rows = 0, shift = 0;
-};
-
-// A step of up to `most` tokens as one kernel (gpu/step/), if there is one: see Optional::one_kernel.
-inline constexpr int STEP_TOKENS = 8; // `most` at most
-struct OneKernelStep {
-    int most = 1;
-    virtual ~OneKernelStep() = default;
-    // The batch and its cache; logits go to `logits`, each block's likeliest id to `best`.
-    virtual void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
-                     unsigned long long* best) = 0;
-    // greedy: the kernel itself samples, to `next`. seen: counts for the penalties, or null.
-    virtual void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) = 0;
-    virtual void launch_step() = 0;             // on the context's stream; part of a graph, if one is being recorded
-    virtual RowsDealt dealt() const = 0;        // the head's rows
-    virtual const uint32_t* steps() const = 0;  // how many were computed, in the GPU's memory
-    virtual void check() const = 0;             // throws Error if a block's wait timed out
-};
-
-// The likeliest id of each of the head's blocks: an array of this size.
-inline constexpr int BEST_BLOCKS = 1024;
-// Groups of ids in the sampler: the ids of four of its threads, or of some of the head's blocks.
-inline constexpr int DRAW_GROUPS = 256;
-
-// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op, which documents their shapes.
-// No launcher waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
-void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
-void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
-// h of W's adapter. made: its dropout masks are already computed.
-void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
-void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
-void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N);
-void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
-                     int N, float eps);
-// Rows from `first` on; the same for attention_gpu.
-void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
-                        int first = 0);
-void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
-                   const Batch& b, int H, int K, int D, int first = 0);
-void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
-                const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
-                float eps);
-void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
-                            const Linear<bf16>& W, int N, float eps);
-void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
-void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C); // head's first half
-
-// Backward
-void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
-                   const bf16* x, const int* rows, const int* target, float scale, const float* by,
-                   const Linear<bf16>& W, int R);
-void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
-void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
-void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
-                       const int* rows, const Linear<bf16>& W, int R);
-void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
-                          const bf16* w, int N, int C, float eps);
-void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
-                               int N);
-void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
-                                int in);
-void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
-                                const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
-void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);
-void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
-                            const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K, int D,
-                            float* delta);
-void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
-                              const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H,
-                              int K, int D, float eps);
-void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout, const bf16* q,
-                         const bf16* keys, const bf16* values, const bf16* out, const float* lse, const bf16* qkv,
-                         const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
-                         int D, float eps, float* delta);
-void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
-void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
-void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
-               const AdamW& a);
-
-// Sampler
-// The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
-// `best`. Returns the distribution of W's rows to blocks.
-RowsDealt draw_head_gpu(Context& ctx,
-                        float* logits,            // (R,V) out
-                        const Draw* draw,         // (R)
-                        const uint32_t* seen,     // (R,V), or null: no penalties
-                        unsigned long long* best, // (R, BEST_BLOCKS) out
-                        const bf16* x,            // (., C)
-                        const int* rows,          // (R)
-                        const Linear<bf16>& W, int R);
-// Book I's `sample`, and the next step's batch. early: it may start before the previous kernel has ended.
-void sample_gpu(Context& ctx, bool early,
-                const float* logits,            // (R,V)
-                size_t V,
-                const Draw* draws,              // (R)
-                const unsigned long long* best, // (R, BEST_BLOCKS) of draw_head_gpu, or null
-                const RowsDealt& dealt,         // ... its return value
-                const DrawState& state, int R);
-// Book I's `likeliest`.
-void likeliest_gpu(Context& ctx,
-                   Likeliest* out,      // (R)
-                   const float* logits, // (R,V)
-                   size_t V, int exist,
-                   const int* seq,      // (R) -1: a spare row
-                   const int* wanted,   // by seq: how many ids; -1: the row is left alone
-                   int R);
-
-
-// Scratch
-// Allocates scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
-// `context` tokens in `pages` pages. From then on the context has a Gpu of its own.
-void plan_scratch(Context& ctx, Arena& arena);
-void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
-// Numbers of scratch that attention needs: for this number of sequences of one token, or for any others.
-size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D);
-size_t widened_numbers(const Config& c, size_t pages); // of a layer's FP8 cache as bf16
-// Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
-// cost little.
-int splits_for_graph(int position, int context);
-
 // Compiled once, in the object of this file.
 #ifdef QWEN3_LIBRARY
 #define BOOK_I_INSTANCE template
 #else
 #define BOOK_I_INSTANCE extern template
 #endif
-#define BOOK_I_INSTANCES(T) \
-    BOOK_I_INSTANCE void layer_forward(Context&, const Config&, const Layer<T>&, const Batch&, \
-                                       typename Activations<T>::PerLayer&, T*, T*, const acc<T>*); \
-    BOOK_I_INSTANCE void forward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, \
-                                 KVCache<T>&, const acc<T>*); \
-    BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
-                                       const Gradients<T>*, acc<T>*, const int*, const int*, acc<T>, int, int, \
-                                       const acc<T>*); \
-    BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
-                                  const Gradients<T>&, KVCache<T>&, const acc<T>*);
 #ifndef QWEN3_PLAIN
 QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #endif
@@ -1211,35 +1061,16 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #endif
 #ifdef __CUDACC__
 
-// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those
-// without an optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they
-// compile at the same time.
+// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those of
+// PART_TEXT, which have no optional counterpart. The rest is divided among sources in gpu/, each of which defines one of
+// the other names as 1, so that they compile at the same time. (In an #if a name that is not defined is 0.)
+#ifdef QWEN3_LIBRARY
 #define PART_TEXT 1
-#define PART_LINEAR 2
-#define PART_LINEAR_ADD 3
-#define PART_SWIGLU 4
-#define PART_HEAD 5
-#define PART_PROMPT 6
-#define PART_DECODE 7
-#define PART_BACKWARD_ATTENTION 8
-#define PART_BACKWARD_LINEAR 9
-#define PART_BACKWARD_SWIGLU 10
-#define PART_LOSS 11
-#define PART_WEIGHT 12
-#define PART_LORA_UP 13
-#define PART_LORA 14
-#define PART_ATTEND 15
-#define PART_DRAWS 16
-#define PART_DRAW_HEAD 17
-#define PART_NORMS_BACKWARD 18
+#endif
 #if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
 #define COMPILED(part) 1
-#elif defined(QWEN3_PART)
-#define COMPILED(part) (QWEN3_PART == part)
-#elif defined(QWEN3_LIBRARY)
-#define COMPILED(part) (part == PART_TEXT)
 #else
-#define COMPILED(part) 0
+#define COMPILED(part) part
 #endif
 
 // ========================================================================================================== 8 Toolbox
@@ -1577,111 +1408,6 @@ struct Optional {
                                                      size_t share = 2, size_t spoken_for = 0);
     static constexpr bool HERE = true; // gpu/ is part of this build
 };
-#endif
-
-#if COMPILED(PART_TEXT)
-// ---- Memory of a GPU (base/arena.h, model/context.h)
-void* gpu_allocate(size_t bytes, const char* what) {
-    size_t have = 0, all = 0;
-    void* base = nullptr;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
-        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
-            (double)have / 1e9, (double)all / 1e9);
-    CUDA_CHECK(cudaMemset(base, 0, bytes));
-    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the default stream, which clears it
-    return base;
-}
-void gpu_release(void* p) { cudaFree(p); }
-void* gpu_host_allocate(size_t bytes) {
-    void* base = nullptr;
-    CUDA_CHECK(cudaMallocHost(&base, bytes));
-    return base;
-}
-void gpu_host_release(void* p) { cudaFreeHost(p); }
-void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
-    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
-    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));     // before this returns)
-}
-void gpu_clear(Context& ctx, void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream)); }
-size_t gpu_free_memory() {
-    size_t have = 0, all = 0;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    return have;
-}
-size_t gpu_all_memory() {
-    size_t have = 0, all = 0;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    return all;
-}
-
-// ---- Devices and streams (model/device.h)
-#ifdef HAVE_WGMMA
-__device__ int has_wgmma = 1; // Whether the code that this GPU runs has the instructions of sm_90a.
-#else
-__device__ int has_wgmma = 0;
-#endif
-
-Context open_gpu(int device) {
-    int n = 0, driver = 0, runtime = 0;
-    const cudaError_t e = cudaGetDeviceCount(&n);
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
-    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
-        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10,
-            runtime / 1000, runtime % 100 / 10);
-    if (e != cudaSuccess || n == 0)
-        DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
-    if (device >= n) DIE("no GPU %d here: there %s", device, n == 1 ? "is one" : format("are %d", n).c_str());
-    CUDA_CHECK(cudaSetDevice(device)); // of this thread
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-    Context ctx;
-    ctx.gpu = std::make_shared<Gpu>();
-    ctx.gpu->sm = properties.major * 10 + properties.minor;
-    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
-    ctx.gpu->sms = properties.multiProcessorCount;
-    ctx.gpu->overlap = ctx.gpu->sm >= 90;
-    int wgmma = 0;
-    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
-    ctx.gpu->hopper = wgmma && Optional::HERE;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
-    return ctx;
-}
-
-void check_gpu(const std::string& name, const Config& c, bool logits) {
-    const char* n = name.c_str();
-    if (c.D != 64 && c.D != 128)
-        DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
-    if (c.H / c.K > 128)
-        DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
-    if (c.C % 8 || c.F % 8 || (c.V % 8 && logits))
-        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
-            "(--device cpu)", n, c.C, c.F, c.V);
-}
-
-std::string gpu_name(int device) {
-    cudaDeviceProp properties;
-    return cudaGetDeviceProperties(&properties, device) == cudaSuccess ? properties.name : "";
-}
-void gpu_use(int device) { CUDA_CHECK(cudaSetDevice(device)); }
-void gpu_synchronize(const Context& ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); }
-
-Context with_own_stream(const Context& ctx) {
-    Context own = ctx;
-    cudaStream_t stream;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    own.gpu = std::shared_ptr<Gpu>(new Gpu(*ctx.gpu), [stream](Gpu* gpu) { cudaStreamDestroy(stream), delete gpu; });
-    own.gpu->stream = stream;
-    return own;
-}
-Context with_own_scratch(const Context& ctx) {
-    Context own = ctx;
-    own.gpu = std::make_shared<Gpu>(*ctx.gpu);
-    return own;
-}
 #endif
 
 // ==================================================================================================== 9 Small kernels
@@ -3516,44 +3242,6 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
     return all.value / all.weights;
 }
 
-// ---- An FP8 cache for attention of several tokens. That kernel reads bf16: the pages that it will read of a layer are
-// widened first, into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each
-// sequence that has rows from `first` on. Bound by memory bandwidth: 3 bytes a number, and 2 when attention reads it.
-template <int D>
-__global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
-                                                          Batch b, int first, int K) {
-    __shared__ int last[256], count; // the sequences' last rows, of 256 rows
-    let_next_start();
-    wait_for_previous();
-    const int kv = blockIdx.x, row = threadIdx.x * 8 / D;
-    for (int n0 = first; n0 < b.N; n0 += 256) {
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        const int n = n0 + (int)threadIdx.x;
-        if (n < b.N && b.seq[n] >= 0 && (n + 1 == b.N || b.seq[n + 1] != b.seq[n])) last[atomicAdd(&count, 1)] = n;
-        __syncthreads();
-        for (int i = 0; i < count && row < PAGE; i++) {
-            const int length = b.pos[last[i]] + 1, *table = b.pages + (size_t)b.seq[last[i]] * b.max_pages;
-            for (int page = blockIdx.y; page * PAGE < length; page += gridDim.y) {
-                const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
-                const auto widen = [&](bf16* to, bf16* cache) {
-                    const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
-                    const bool there = page * PAGE + row < length; // the rows after them must be finite
-                    const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
-                    const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
-                    const uint4 v = widen_e4m3(raw);
-                    *(uint4*)(to + at) = {pack(low(v.x) * factor, high(v.x) * factor),
-                                          pack(low(v.y) * factor, high(v.y) * factor),
-                                          pack(low(v.z) * factor, high(v.z) * factor),
-                                          pack(low(v.w) * factor, high(v.w) * factor)};
-                };
-                widen(to_keys, keys), widen(to_values, values);
-            }
-        }
-        __syncthreads();
-    }
-}
-
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
 // qknorm_rope_kv and attention in one. A block has up to 8 query heads of a KV head, the rows of an mma, and every
 // gridDim.x-th of a sequence's splits of SPLIT keys each. Its warps take a split's pages in turn. If several blocks
@@ -3955,29 +3643,6 @@ void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D)
 }
 #endif
 #if COMPILED(PART_ATTEND)
-// Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
-// cost little.
-int splits_for_graph(int position, int context) {
-    int splits = 1;
-    while (splits * SPLIT <= position) splits *= 2;
-    return std::min(splits, (context - 1) / SPLIT + 1);
-}
-
-// Numbers of scratch that attention needs: for this number of sequences of one token, or for any others.
-size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
-    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
-}
-
-size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
-// The widened keys; the values follow them.
-bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
-    bf16* const widened = ctx.gpu->widened;
-    const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
-    launch(ctx, D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, widened,
-           widened + ctx.gpu->widened_numbers / 2, keys, values, b, first, K);
-    return widened;
-}
-
 void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
                        const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
                        int D, float eps) {
@@ -3995,28 +3660,12 @@ void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* 
     }
     attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
 }
-
-// ---- Scratch: for products, and for forwards with this number of rows and of sequences of one token, of up to
-// `context` tokens in `pages` pages. The context has a Gpu of its own from then on.
-void plan_scratch(Context& ctx, Arena& arena) {
-    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
-    ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-    ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-}
-void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages) {
-    plan_scratch(ctx, arena);
-    ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, (context - 1) / SPLIT + 1, c.H, c.D));
-    ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
-    ctx.gpu->widened_numbers = ctx.kv_fp8 ? widened_numbers(c, (size_t)pages) : 0;
-    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
-    Optional::plan(ctx, arena, c, rows);
-}
 #endif
 
 // ================================================================================================ 12 Sampler and graph
 // From logits to tokens: Book I's `sample`, with the same bits, since probabilities are integers and every float step
-// is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch are in the GPU's
-// memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
+// is rounded alike. Parameters, counts and the next step's batch are in the GPU's memory, so that one graph of a step
+// (record_graph) serves all draws; model/draw_ahead.cu launches it.
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
 // A larger key is likelier: the logit, then the lower id.
@@ -4390,61 +4039,6 @@ void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const D
                 const unsigned long long* best, const RowsDealt& dealt, const DrawState& state, int R) {
     launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
                   dealt, state);
-}
-
-// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread keeps the
-// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread that
-// held it searches, all lanes together, for the next one among that thread's ids. So no sort is needed, and no list can
-// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
-__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
-likeliest_kernel(Likeliest* out,                        // (R)
-                 const float* all_logits,               // (R,V)
-                 size_t V, int exist, const int* seq,   // (R) -1: a spare row
-                 const int* wanted) {                   // by seq: how many ids; -1: the row is left alone
-    __shared__ unsigned long long tops[DRAW_THREADS / 32];
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (seq[r] < 0 || wanted[seq[r]] < 0) return;
-    const float* logits = all_logits + r * V;
-    auto key = [&](int id) { return draw_key(usable(logits[id]), id); };
-    auto largest = [](unsigned long long x) {
-        for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
-        return x;
-    };
-    auto largest_of_all = [&](unsigned long long x) { // for all threads
-        x = largest(x);
-        if (lane == 0) tops[warp] = x;
-        __syncthreads();
-        x = largest(tops[lane]);
-        __syncthreads(); // before `tops` is written again
-        return x;
-    };
-    unsigned long long own = 0; // the likeliest of this thread's ids that have not been taken; 0: all have
-    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) own = max(own, key(id));
-    unsigned long long best = largest_of_all(own);
-    const float top = usable(logits[~(uint32_t)best]);
-    float sum = 0;
-    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) sum += expf(usable(logits[id]) - top);
-    sum = block_sum(sum);
-    const int count = min(min(wanted[seq[r]], MAX_LIKELIEST), exist);
-    if (threadIdx.x == 0) out[r].log_sum = top + logf(sum), out[r].count = count;
-    for (int i = 0; i < count; i++) {
-        if (i > 0) best = largest_of_all(own);
-        const int id = (int)~(uint32_t)best, owner = id % DRAW_THREADS;
-        if (threadIdx.x == 0) out[r].id[i] = id, out[r].logit[i] = usable(logits[id]);
-        if (owner / 32 != warp) continue;
-        unsigned long long next = 0;
-        for (int other = owner + lane * DRAW_THREADS; other < exist; other += 32 * DRAW_THREADS)
-            if (key(other) < best) next = max(next, key(other));
-        next = largest(next);
-        if (lane == owner % 32) own = next;
-    }
-}
-void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
-                          const int* wanted, int R) {
-    if (exist < 1 || (size_t)exist > V) DIE("likeliest: %d ids of %zu", exist, V);
-    launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
 }
 #endif
 
@@ -4947,7 +4541,6 @@ void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16
 // ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
 // The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
 // some queries is summed over all keys. So one block sums each number, in one order, at the cost of seven products of
-// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
 // tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
 //     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
 // The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
@@ -5540,9 +5133,6 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
 }
 #endif
 
-#if (defined(QWEN3_PART) || defined(QWEN3_PRODUCTS)) && !defined(QWEN3_PORTABLE)
-#include "gpu/optional.h" // for sources that instantiate products
-#endif
 #endif // __CUDACC__
 #endif // QWEN3_CU
 

@@ -1,6 +1,5 @@
 // gpu/optional.h: the optional kernels that Book II's launchers of products try before their own (qwen3.cu, Optional):
-// Hopper's tiles, packed weights, FP8 activations. qwen3.cu includes it for sources that define QWEN3_PART or
-// QWEN3_PRODUCTS.
+// Hopper's tiles, packed weights, FP8 activations. Sources that instantiate products include it.
 #pragma once
 #include "gpu/packed/e4m3.h"
 #include "gpu/packed/few.h"

@@ -1,5 +1,6 @@
 // gpu/backward/lora_up.cu: dh and dB of adapters: compiles those of qwen3.cu, section 13, and has Hopper's.
-#define QWEN3_PART PART_LORA_UP
+#define PART_LORA_UP 1
+#include "gpu/optional.h"
 #include "qwen3.cu"
 #include "gpu/backward/lora_up.h"
 
