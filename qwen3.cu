@@ -307,24 +307,32 @@ void embed(acc<T>* x,              // (N,C) out
 
 constexpr int MAX_HEAD = 512; // the largest D; model/model_file.cpp refuses more
 
+// The views of attention's ops.
+struct HeadShape { // H, K, D of the notation; eps of the heads' norms
+    int H, K, D;
+    float eps = 0;
+};
+template <class T> struct LayerCache { T *keys, *values; };   // (pages, K, 16, D) each: one layer of a KVCache
+template <class T> struct HeadNorms {
+    const T *q, *k;     // (D) weights of the heads' norms
+    const acc<T>* rope; // (positions, D/2, 2) cosine and sine
+};
+
 // ---- qknorm_rope_kv: each q and k head of a token is RMS-normalised. Then RoPE rotates its planes (i, i + D/2) by the
 // angles of fill_rope (Su et al., "RoFormer", 2021). The rotated k, and v as it is, go to the cache.
 template <class T>
-void qknorm_rope_kv(T* q,               // (N,HD) out
-                    T* keys,            // (pages, K, 16, D) one layer's cache, out
-                    T* values,          // the same, out
-                    const T* qkv,       // (N,(H+2K)D)
-                    const T* q_weight,  // (D)
-                    const T* k_weight,  // (D)
-                    const acc<T>* rope, // (positions, D/2, 2) cosine and sine
-                    const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_kv(T* q,                       // (N,HD) out
+                    const LayerCache<T>& cache, // out
+                    const T* qkv,               // (N,(H+2K)D)
+                    const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
         const T* row = qkv + (size_t)n * (H + 2 * K) * D;
-        const acc<T>* angle = rope + (size_t)b.pos[n] * D;
+        const acc<T>* angle = norms.rope + (size_t)b.pos[n] * D;
         auto norm_rope = [&](T* out, const T* head, const T* w) {
-            const acc<T> r = rms_factor(head, D, eps);
+            const acc<T> r = rms_factor(head, D, shape.eps);
             for (int i = 0; i < D / 2; i++) {
                 const acc<T> u = to_acc(head[i]) * r * to_acc(w[i]);
                 const acc<T> v = to_acc(head[i + D / 2]) * r * to_acc(w[i + D / 2]);
@@ -333,12 +341,12 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
                 out[i + D / 2] = to_stored<T>(v * cosine + u * sine);
             }
         };
-        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
+        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, norms.q);
         for (int h = 0; h < K; h++) {
             T key[MAX_HEAD];
-            norm_rope(key, row + (H + h) * D, k_weight);
-            store_kv(keys, b.fp8, b.slot[n], h, key, K, D);
-            store_kv(values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
+            norm_rope(key, row + (H + h) * D, norms.k);
+            store_kv(cache.keys, b.fp8, b.slot[n], h, key, K, D);
+            store_kv(cache.values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
@@ -346,12 +354,11 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
 // ---- attention: out[n][h] = sum_m p_m v_m, p = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n] of
 // n's sequence; query head h reads key/value head h / G.      (Vaswani et al., "Attention is all you need", 2017)
 template <class T>
-void attention(T* out,          // (N,HD) out
-               acc<T>* lse,     // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
-               const T* q,      // (N,HD)
-               const T* keys,   // (pages, K, 16, D) one layer's cache
-               const T* values, // the same
-               const Batch& b, int H, int K, int D) {
+void attention(T* out,     // (N,HD) out
+               acc<T>* lse, // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
+               const T* q,  // (N,HD)
+               const LayerCache<T>& cache, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(dynamic)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
@@ -359,12 +366,12 @@ void attention(T* out,          // (N,HD) out
         std::vector<acc<T>> p(length), mix(D); // p[m]: the score of key m, then e^(score - top); mix: sum_m p[m] v_m
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
-            auto at = [&](const T* cache, int m) {
-                return KVRow<T>(cache, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
+            auto row_of = [&](const T* rows, int m) { // position m in the cache's pages
+                return KVRow<T>(rows, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
             };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
             for (int m = 0; m < length; m++) { // first pass: scores and the largest of them
-                const KVRow<T> key = at(keys, m);
+                const KVRow<T> key = row_of(cache.keys, m);
                 p[m] = 0;
                 for (int i = 0; i < D; i++) p[m] += to_acc(query[i]) * key[i];
                 p[m] /= std::sqrt((acc<T>)D);
@@ -372,7 +379,7 @@ void attention(T* out,          // (N,HD) out
             }
             std::fill(mix.begin(), mix.end(), 0);
             for (int m = 0; m < length; m++) { // second pass: exponentials, their sum, the weighted sum of values
-                const KVRow<T> value = at(values, m);
+                const KVRow<T> value = row_of(cache.values, m);
                 p[m] = std::exp(p[m] - top);
                 sum += p[m];
                 for (int i = 0; i < D; i++) mix[i] += p[m] * value[i];
@@ -385,18 +392,14 @@ void attention(T* out,          // (N,HD) out
 
 // ---- attend: from qkv to the input of o: qknorm_rope_kv, then attention
 template <class T>
-void attend(T* out,             // (N,HD) out
-            acc<T>* lse,        // (N,H) out, or null
-            T* q,               // (N,HD) out: q after norm and RoPE
-            T* keys,            // (pages, K, 16, D) one layer's cache, out
-            T* values,          // the same, out
-            const T* qkv,       // (N,(H+2K)D)
-            const T* q_weight,  // (D)
-            const T* k_weight,  // (D)
-            const acc<T>* rope, // (positions, D/2, 2)
-            const Batch& b, int H, int K, int D, float eps) {
-    qknorm_rope_kv(q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
-    attention(out, lse, q, keys, values, b, H, K, D);
+void attend(T* out,                     // (N,HD) out
+            acc<T>* lse,                // (N,H) out, or null
+            T* q,                       // (N,HD) out: q after norm and RoPE
+            const LayerCache<T>& cache, // in and out
+            const T* qkv,               // (N,(H+2K)D)
+            const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    qknorm_rope_kv(q, cache, qkv, norms, b, shape);
+    attention(out, lse, q, cache, b, shape);
 }
 
 // =========================================================================================================== 4 forward
@@ -408,6 +411,7 @@ struct Config {
     double rope_theta;
     bool tied;                   // the head's matrix is the embedding's
     std::vector<int> end_tokens; // any of them ends an answer
+    HeadShape heads() const { return {H, K, D, eps}; }
 };
 
 template <class T> struct Layer {
@@ -415,6 +419,7 @@ template <class T> struct Layer {
     const T *q_norm, *k_norm;    // (D)
     Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
     Linear<T> gate_up, down;     // (2F, C), (C, F)
+    HeadNorms<T> norms(const acc<T>* rope) const { return {q_norm, k_norm, rope}; }
 };
 
 struct ModelFile; // model/model_file.h
@@ -470,6 +475,7 @@ template <class T> struct KVCache {
     static size_t block_bytes(const Config& c, bool fp8); // of a page and head
     static size_t bytes(const Config& c, size_t pages, bool fp8 = false);
     Batch of(Batch b) const { return b.fp8 = fp8, b; } // the batch with this cache's format
+    LayerCache<T> layer(int l) const { return {keys + l * layer_size, values + l * layer_size}; }
 };
 
 // RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
@@ -490,11 +496,10 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
 // One layer: s.in to s.out.
 template <class T>
 void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
-                   typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
+                   typename Activations<T>::PerLayer& s, const LayerCache<T>& cache, const acc<T>* rope) {
     const int N = b.N;
     RUN(norm_linear, s.qkv, s.norm1, s.in, layer.norm1, layer.qkv, N, c.eps);
-    RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, c.H, c.K, c.D,
-        c.eps);
+    RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, layer.norms(rope), b, c.heads());
     RUN(linear_add, s.mid, s.in, s.attention, layer.o, N);
     RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
     RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
@@ -507,10 +512,8 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& ba
     const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
-    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++) {
-        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        layer_forward(ctx, c, w.layers[l], b, a.layer[l], keys, values, rope);
-    }
+    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++)
+        layer_forward(ctx, c, w.layers[l], b, a.layer[l], kv.layer(l), rope);
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
 }
 
@@ -576,25 +579,28 @@ void cross_entropy(acc<T>* loss,      // (R) out
     }
 }
 
+// The R rows of a batch that have a loss, and the weight of each in the loss that is trained: by[r] scale.
+template <class A> struct LossRows {
+    const int *rows, *target; // (R)
+    A scale;
+    const A* by;              // (R), or null: 1
+    int R;
+};
 // ---- head_loss: logits[r] = W x[rows[r]], then cross_entropy. factor[r] dlogits[r] is the gradient of by[r] scale
 // loss[r] with respect to logits[r]. The factor is separate since a GPU knows a row's softmax sum only after it has
 // written the row.
 template <class T>
-void head_loss(acc<T>* loss,      // (R) out
-               T* dlogits,        // out, or null: as cross_entropy's
-               acc<T>* factor,    // (R) out
-               acc<T>* logits,    // (R,V) out; become dlogits
-               T* picked,         // (R,C) out: rows of x
-               acc<T>*,           // (R, V / 64 rounded up + 1, 2) scratch of head_loss_gpu
-               const T* x,        // (N,C) after the final norm
-               const int* rows,   // (R)
-               const int* target, // (R)
-               acc<T> scale,
-               const acc<T>* by,  // (R) weights of the losses, or null: 1
-               const Linear<T>& W, int R) {
-    head(logits, picked, x, rows, W, R);
-    cross_entropy(loss, dlogits, logits, target, scale, R, W.out());
-    for (int r = 0; r < R; r++) factor[r] = by ? by[r] : 1;
+void head_loss(acc<T>* loss,   // (R) out
+               T* dlogits,     // out, or null: as cross_entropy's
+               acc<T>* factor, // (R) out
+               acc<T>* logits, // (R,V) out; become dlogits
+               T* picked,      // (R,C) out: rows of x
+               acc<T>*,        // (R, V / 64 rounded up + 1, 2) scratch of head_loss_gpu
+               const T* x,     // (N,C) after the final norm
+               const LossRows<acc<T>>& of, const Linear<T>& W) {
+    head(logits, picked, x, of.rows, W, of.R);
+    cross_entropy(loss, dlogits, logits, of.target, of.scale, of.R, W.out());
+    for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
 }
 
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
@@ -764,17 +770,16 @@ void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
 // dv and dk also sum over the G query heads that read the KV head. p is computed again from lse. The batch holds whole
 // sequences, from position 0 on, so a sequence's first row is n - pos[n]. (In the code m is a row of the batch.) The
 // cache holds T, not FP8. Spare rows come last; their gradients are zero, because weight gradients sum over all rows.
+template <class T> struct Attended { // attention's q, out and lse
+    const T *q, *out;  // (N,HD)
+    const acc<T>* lse; // (N,H)
+};
 template <class T>
-void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
-                        const T* dout,     // (N,HD)
-                        const T* q,        // (N,HD)
-                        const T* keys,     // (pages, K, 16, D) one layer's cache
-                        const T* values,   // the same
-                        const T* out,      // (N,HD) of attention
-                        const acc<T>* lse, // (N,H) of attention
-                        const Batch& b, int H, int K, int D,
+void attention_backward(T* dqkv,       // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
+                        const T* dout, // (N,HD)
+                        const Attended<T>& of, const LayerCache<T>& cache, const Batch& b, const HeadShape& shape,
                         acc<T>* delta) { // (N,H) scratch
-    const int G = H / K, width = (H + 2 * K) * D;
+    const int H = shape.H, K = shape.K, D = shape.D, G = H / K, width = (H + 2 * K) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
     auto dot = [&](const T* u, const T* v) {
         acc<T> sum = 0;
@@ -787,17 +792,17 @@ void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q an
         for (int n = 0; n < b.N; n++)
             for (int h = kv * G; h < (kv + 1) * G && b.seq[n] >= 0; h++) {
                 const size_t row = (size_t)n * H + h;
-                const T *query = q + row * D, *d = dout + row * D;
+                const T *query = of.q + row * D, *d = dout + row * D;
                 acc<T>* to = &dq[((size_t)n * G + h % G) * D];
-                delta[row] = dot(d, out + row * D);
+                delta[row] = dot(d, of.out + row * D);
                 for (int m = n - b.pos[n]; m <= n; m++) { // the rows of n's sequence up to n
                     const size_t at = kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D);
-                    const acc<T> p = std::exp(dot(query, keys + at) * scale - lse[row]);
-                    const acc<T> ds = p * (dot(d, values + at) - delta[row]);
+                    const acc<T> p = std::exp(dot(query, cache.keys + at) * scale - of.lse[row]);
+                    const acc<T> ds = p * (dot(d, cache.values + at) - delta[row]);
                     for (int i = 0; i < D; i++) {
                         dv[(size_t)m * D + i] += p * to_acc(d[i]);
                         dk[(size_t)m * D + i] += ds * to_acc(query[i]) * scale;
-                        to[i] += ds * to_acc(keys[at + i]) * scale;
+                        to[i] += ds * to_acc(cache.keys[at + i]) * scale;
                     }
                 }
             }
@@ -815,21 +820,19 @@ void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q an
 // ---- qknorm_rope: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
 // out = (a cos - b sin, b cos + a sin)
 // The gradient is rotated by the opposite angle. Then it goes through the norm, as in rmsnorm_backward.
+template <class T> struct HeadNormGradients { acc<T> *q, *k; }; // (D) += of the norms' weights, or both null
 template <class T>
-void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
-                          acc<T>* dq_weight,  // (D) +=, or null
-                          acc<T>* dk_weight,  // (D) +=, or null
-                          const T* qkv,       // (N,(H+2K)D) before norm and RoPE
-                          const T* q_weight,  // (D)
-                          const T* k_weight,  // (D)
-                          const acc<T>* rope, // (positions, D/2, 2)
-                          const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_backward(T* dqkv,      // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
+                          const HeadNormGradients<T>& dnorms,
+                          const T* qkv, // (N,(H+2K)D) before norm and RoPE
+                          const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     for (int n = 0; n < b.N; n++)
         for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
             const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
-            const T *x = qkv + at, *w = h < H ? q_weight : k_weight;
-            acc<T>* dw = h < H ? dq_weight : dk_weight;
-            const acc<T> r = rms_factor(x, D, eps), *angle = rope + (size_t)b.pos[n] * D;
+            const T *x = qkv + at, *w = h < H ? norms.q : norms.k;
+            acc<T>* dw = h < H ? dnorms.q : dnorms.k;
+            const acc<T> r = rms_factor(x, D, shape.eps), *angle = norms.rope + (size_t)b.pos[n] * D;
             acc<T> dy[MAX_HEAD], sum = 0; // dy: the gradient of the norm's output
             for (int i = 0; i < D / 2; i++) {
                 const acc<T> u = to_acc(dqkv[at + i]), v = to_acc(dqkv[at + i + D / 2]);
@@ -847,23 +850,15 @@ void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in and out: dq and 
 
 // ---- attend: attention_backward, then qknorm_rope_backward. q, keys and values are those of attend.
 template <class T>
-void attend_backward(T* dqkv,            // (N,(H+2K)D) out
-                     acc<T>* dq_weight,  // (D) +=, or null
-                     acc<T>* dk_weight,  // (D) +=, or null
-                     const T* dout,      // (N,HD)
-                     const T* q,         // (N,HD)
-                     const T* keys,      // (pages, K, 16, D) one layer's cache
-                     const T* values,    // the same
-                     const T* out,       // (N,HD) of attend
-                     const acc<T>* lse,  // (N,H) of attend
-                     const T* qkv,       // (N,(H+2K)D) before norm and RoPE
-                     const T* q_weight,  // (D)
-                     const T* k_weight,  // (D)
-                     const acc<T>* rope, // (positions, D/2, 2)
-                     const Batch& b, int H, int K, int D, float eps,
+void attend_backward(T* dqkv,       // (N,(H+2K)D) out
+                     const HeadNormGradients<T>& dnorms,
+                     const T* dout, // (N,HD)
+                     const Attended<T>& of, const LayerCache<T>& cache,
+                     const T* qkv,  // (N,(H+2K)D) before norm and RoPE
+                     const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape,
                      acc<T>* delta) { // (N,H) scratch
-    attention_backward(dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta);
-    qknorm_rope_backward(dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+    attention_backward(dqkv, dout, of, cache, b, shape, delta);
+    qknorm_rope_backward(dqkv, dnorms, qkv, norms, b, shape);
 }
 
 // ---- embed: x[n] = W[token[n]]
@@ -981,8 +976,8 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r);
-        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale,
-            by ? by + r : nullptr, w.head, n);
+        const LossRows<acc<T>> of = {rows + r, target + r, scale, by ? by + r : nullptr, n};
+        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, of, w.head);
         if (!g) continue;
         if (g->head) { // the factor goes to the rows of x, which are shorter than those of dlogits
             RUN(scale_rows, d.picked, (size_t)c.C, d.factor, n, c.C);
@@ -998,7 +993,7 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
 template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
-    const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
+    const int N = b.N, C = c.C;
     auto input_gradient = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
         RUN(linear_backward_input, dx, d.h, to.B, dy, W, N);
     };
@@ -1014,8 +1009,9 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         const Layer<T>& layer = w.layers[l];
         auto& s = a.layer[l];
         const auto& grads = g.layer[l];
-        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
+        const LayerCache<T> cache = kv.layer(l);
+        const HeadNorms<T> norms = layer.norms(rope);
+        if (a.recompute) layer_forward(ctx, c, layer, b, s, cache, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
         RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y, s.gate_up,
             layer.down, N);
@@ -1027,9 +1023,9 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         input_gradient(d.attention, grads.o, d.y, layer.o);
         weight_gradients(grads.o, d.y, s.attention, layer.o);
         if (!a.ample) // q, keys and values of this layer were not kept
-            RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
-        RUN(attend_backward, d.qkv, grads.q_norm, grads.k_norm, d.attention, s.q, keys, values, s.attention, s.lse,
-            s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
+            RUN(qknorm_rope_kv, s.q, cache, s.qkv, norms, b, c.heads());
+        RUN(attend_backward, d.qkv, {grads.q_norm, grads.k_norm}, d.attention, {s.q, s.attention, s.lse}, cache, s.qkv,
+            norms, b, c.heads(), d.delta);
         input_gradient(d.normed, grads.qkv, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, grads.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weight_gradients(grads.qkv, d.qkv, s.norm1, layer.qkv);
@@ -1661,13 +1657,14 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
 #endif // QWEN3_KERNELS
 #ifdef __CUDACC__
 #if COMPILED(PART_TEXT)
-void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
-                        int first) {
+void qknorm_rope_kv_gpu(Context& ctx, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
+                        const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, int first) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     const int blocks = (int)(((int64_t)(b.N - first) * ((H + 2 * K + 1) / 2) + 7) / 8);
     const auto kernel = b.fp8 ? (D == 128 ? qknorm_rope_kv_kernel<128, true> : qknorm_rope_kv_kernel<64, true>)
                               : D == 128 ? qknorm_rope_kv_kernel<128, false> : qknorm_rope_kv_kernel<64, false>;
-    launch(ctx, kernel, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
+    launch(ctx, kernel, blocks, 256, 0, q, cache.keys, cache.values, qkv, norms.q, norms.k, norms.rope, b, first, H, K,
+           shape.eps);
 }
 
 // ---- head's first half: the chosen rows, one after another. A block of 256 threads a row, a thread every 256th
@@ -3594,9 +3591,10 @@ __global__ void attention_sum_kernel(bf16* out, const float* partial, const int*
     out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum);
 }
 
-void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
-                   const Batch& b, int H, int K, int D, int first) {
-    const AttentionArgs p = {out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention};
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const LayerCache<bf16>& cache, const Batch& b,
+                   const HeadShape& shape, int first) {
+    const int H = shape.H, K = shape.K, D = shape.D;
+    const AttentionArgs p = {out, lse, q, cache.keys, cache.values, b, first, H, K, ctx.gpu->attention};
     int splits = Optional::attention(ctx, p, D);
     if (!splits) {
         const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens;
@@ -3643,22 +3641,17 @@ void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D)
 }
 #endif
 #if COMPILED(PART_ATTEND)
-void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
-                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
-                       int D, float eps) {
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
+                const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape) {
     const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
     if (singles) {
-        const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
-                              ctx.gpu->attention, ctx.gpu->attention_arrived};
-        attention_decode_gpu(ctx, p, singles, D);
+        const DecodeArgs p = {out, cache.keys, cache.values, qkv, norms.q, norms.k, norms.rope, b, shape.H, shape.K,
+                              shape.eps, ctx.gpu->attention, ctx.gpu->attention_arrived};
+        attention_decode_gpu(ctx, p, singles, shape.D);
     }
     if (singles == b.N) return;
-    qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
-    if (b.fp8) {
-        keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D);
-        values = keys + ctx.gpu->widened_numbers / 2;
-    }
-    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
+    qknorm_rope_kv_gpu(ctx, q, cache, qkv, norms, b, shape, singles);
+    attention_gpu(ctx, out, lse, q, b.fp8 ? widen_pages_gpu(ctx, cache, b, shape, singles) : cache, b, shape, singles);
 }
 #endif
 
@@ -4134,25 +4127,24 @@ void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, in
 
 // Always in tiles of 128: their epilogue computes the softmax's parts. Logits do not leave the chip; their weights in
 // the softmax do, if their gradients are requested: in `logits`, as bf16 (R,V), its only contents.
-void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
-                          float* parts, const bf16* x, const int* rows, const int* target, float scale,
-                          const float* by, const Linear<bf16>& W, int R) {
-    const int V = W.out(), pieces = (V + 63) / 64;
+void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
+                   const bf16* x, const LossRows<float>& of, const Linear<bf16>& W) {
+    const int R = of.R, V = W.out(), pieces = (V + 63) / 64;
     float2* const of_64 = (float2*)parts;
     float* const from = parts + (size_t)R * pieces * 2;
     int* const again = (int*)from + R;
     bf16* const weights = dlogits ? (bf16*)logits : nullptr;
     clear(ctx, again, 1);
-    pick_rows_gpu(ctx, picked, x, rows, R, W.in);
+    pick_rows_gpu(ctx, picked, x, of.rows, R, W.in);
     for (bool second : {false, true}) {
         Optional::parts(ctx, W, false, [&](int first, int count, const bf16* part) {
-            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, target,
+            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, of.target,
                                            from, second ? again : nullptr, (size_t)V, (size_t)pieces, first};
             const TileArgs p = {picked, part, R, W.in, count};
             if (!Optional::tiles<false, false>(ctx, p, epilogue)) launch_tiles<Tile128x128>(ctx, p, epilogue);
         });
-        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
-               by, V, second);
+        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, of.target,
+               of.scale, of.by, V, second);
     }
 }
 #endif
@@ -4920,10 +4912,10 @@ void launch_attention_backward(Context& ctx, const AttentionBackward& p, const b
         launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
                dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D), p, (int)key_tiles);
 }
-void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
-                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
-                                   int D, float* delta) {
-    launch_attention_backward(ctx, {dqkv, dout, q, keys, values, lse, delta, b, H, K}, out, delta, D);
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const Attended<bf16>& of,
+                            const LayerCache<bf16>& cache, const Batch& b, const HeadShape& shape, float* delta) {
+    const AttentionBackward p = {dqkv, dout, of.q, cache.keys, cache.values, of.lse, delta, b, shape.H, shape.K};
+    launch_attention_backward(ctx, p, of.out, delta, shape.D);
 }
 #endif
 
@@ -5029,29 +5021,27 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
     for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
     *to = sum;
 }
-void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
-                                     const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
-                                     int H, int K, int D, float eps) {
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>& dnorms, const bf16* qkv,
+                              const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
     const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
-    if (dq_weight)
-        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv,
-                      q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+    if (dnorms.q)
+        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dnorms.q, dnorms.k, dqkv, qkv,
+                      norms.q, norms.k, norms.rope, b, H, K, shape.eps, ctx.gpu->partial, ctx.gpu->arrived);
     const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
-    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, norms.q, norms.k, norms.rope, b, H, K, shape.eps);
 }
 #endif
 #if COMPILED(PART_BACKWARD_ATTENTION)
 // The weights' gradients are sums over the output of attention_backward: with them, one op after the other.
-void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout,
-                                const bf16* q, const bf16* keys, const bf16* values, const bf16* out, const float* lse,
-                                const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope,
-                                const Batch& b, int H, int K, int D, float eps, float* delta) {
-    AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
-    if (!dq_weight) p.qkv = qkv, p.q_weight = q_weight, p.k_weight = k_weight, p.rope = rope, p.eps = eps;
-    launch_attention_backward(ctx, p, out, delta, D);
-    if (dq_weight)
-        qknorm_rope_backward_gpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+void attend_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>& dnorms, const bf16* dout,
+                         const Attended<bf16>& of, const LayerCache<bf16>& cache, const bf16* qkv,
+                         const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, float* delta) {
+    AttentionBackward p = {dqkv, dout, of.q, cache.keys, cache.values, of.lse, delta, b, shape.H, shape.K};
+    if (!dnorms.q) p.qkv = qkv, p.q_weight = norms.q, p.k_weight = norms.k, p.rope = norms.rope, p.eps = shape.eps;
+    launch_attention_backward(ctx, p, of.out, delta, shape.D);
+    if (dnorms.q) qknorm_rope_backward_gpu(ctx, dqkv, dnorms, qkv, norms, b, shape);
 }
 #endif
 

@@ -39,12 +39,13 @@ __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* t
     }
 }
 #ifdef QWEN3_GPU
-bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
-    bf16* const widened = ctx.gpu->widened;
-    const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
-    launch(ctx, D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, widened,
-           widened + ctx.gpu->widened_numbers / 2, keys, values, b, first, K);
-    return widened;
+LayerCache<bf16> widen_pages_gpu(Context& ctx, const LayerCache<bf16>& cache, const Batch& b, const HeadShape& shape,
+                                 int first) {
+    const LayerCache<bf16> to = {ctx.gpu->widened, ctx.gpu->widened + ctx.gpu->widened_numbers / 2};
+    const dim3 grid((unsigned)shape.K, (unsigned)std::max(1, 8 * ctx.gpu->sms / shape.K));
+    launch(ctx, shape.D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, to.keys, to.values,
+           cache.keys, cache.values, b, first, shape.K);
+    return to;
 }
 #endif
 #endif

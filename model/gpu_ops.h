@@ -9,8 +9,14 @@
 struct AdamW; // qwen3.cu, Book I, has these
 struct Batch;
 struct Config;
+struct HeadShape;
+template <class T> struct Attended;
+template <class T> struct HeadNormGradients;
+template <class T> struct HeadNorms;
 template <class T> struct KVCache;
+template <class T> struct LayerCache;
 template <class T> struct Linear;
+template <class A> struct LossRows;
 
 // ---- Sampling on a GPU: parameters, and the destination of the sampled tokens.
 struct Draw {
@@ -67,14 +73,12 @@ void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16*
 void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
                      int N, float eps);
 // Rows from `first` on; the same for attention_gpu.
-void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
-                        int first = 0);
-void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
-                   const Batch& b, int H, int K, int D, int first = 0);
-void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
-                const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
-                float eps);
+void qknorm_rope_kv_gpu(Context& ctx, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
+                        const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, int first = 0);
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const LayerCache<bf16>& cache, const Batch& b,
+                   const HeadShape& shape, int first = 0);
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
+                const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape);
 void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
                             const Linear<bf16>& W, int N, float eps);
 void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
@@ -82,8 +86,7 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 
 // Backward
 void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
-                   const bf16* x, const int* rows, const int* target, float scale, const float* by,
-                   const Linear<bf16>& W, int R);
+                   const bf16* x, const LossRows<float>& of, const Linear<bf16>& W);
 void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
 void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
@@ -97,16 +100,13 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
                                 const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
 void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);
-void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
-                            const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K, int D,
-                            float* delta);
-void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
-                              const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H,
-                              int K, int D, float eps);
-void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout, const bf16* q,
-                         const bf16* keys, const bf16* values, const bf16* out, const float* lse, const bf16* qkv,
-                         const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
-                         int D, float eps, float* delta);
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const Attended<bf16>& of,
+                            const LayerCache<bf16>& cache, const Batch& b, const HeadShape& shape, float* delta);
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>& dnorms, const bf16* qkv,
+                              const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape);
+void attend_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>& dnorms, const bf16* dout,
+                         const Attended<bf16>& of, const LayerCache<bf16>& cache, const bf16* qkv,
+                         const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, float* delta);
 void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
 void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
 void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
@@ -149,8 +149,8 @@ void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int sin
 size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D);
 size_t widened_numbers(const Config& c, size_t pages); // of a layer's FP8 cache as bf16
 // Those pages of a layer's FP8 cache that attention of the rows from `first` on reads, as bf16 (model/fp8_cache.cu).
-// Returns the keys; the values follow them.
-bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D);
+LayerCache<bf16> widen_pages_gpu(Context& ctx, const LayerCache<bf16>& cache, const Batch& b, const HeadShape& shape,
+                                 int first);
 // Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
 // cost little.
 int splits_for_graph(int position, int context);

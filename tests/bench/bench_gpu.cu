@@ -108,7 +108,7 @@ static void decode(Model& m, int position) {
     row("norm + qkv", c.L, weight_bytes(w.layers[0].qkv), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
     row("attention", c.L, 4. * c.K * c.D * (position + 1), [&](int l) {
         const Layer<bf16>& y = w.layers[l];
-        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.layer(l), a.qkv, y.norms(s.rope), s.batch, c.heads());
     });
     row("o + residual", c.L, weight_bytes(w.layers[0].o), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
     row("norm + gate, up", c.L, weight_bytes(w.layers[0].gate_up), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
@@ -319,7 +319,7 @@ static void attention(const Config& c) {
         State s(c, N, 1, 0, N, 1);
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
         const double t = time_graph(8, [&](int l) {
-            attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+            attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.layer(l), s.batch, c.heads());
         });
         const double flops = 2. * N * N * c.H * c.D;
         printf("  %5d tokens  %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n", N, t * 1e6, flops / t / 1e12, flops / t / mma_rate);
@@ -336,11 +336,11 @@ static void attention_backward(const Config& c) {
         float *lse = gpu_array<float>((size_t)N * c.H), *delta = gpu_array<float>((size_t)N * c.H);
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(q, (size_t)N * c.H * c.D, 1);
         const double forward = time_graph(8, [&](int l) {
-            attention_gpu(ctx, out, lse, q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+            attention_gpu(ctx, out, lse, q, s.kv.layer(l), s.batch, c.heads());
         });
-        attention_gpu(ctx, out, lse, q, s.kv.keys, s.kv.values, s.batch, c.H, c.K, c.D);
+        attention_gpu(ctx, out, lse, q, s.kv.layer(0), s.batch, c.heads());
         const double backward = time_graph(8, [&](int) {
-            attention_backward_gpu(ctx, dqkv, dout, q, s.kv.keys, s.kv.values, out, lse, s.batch, c.H, c.K, c.D, delta);
+            attention_backward_gpu(ctx, dqkv, dout, {q, out, lse}, s.kv.layer(0), s.batch, c.heads(), delta);
         });
         const double flops = 2. * N * y.T * c.H * c.D;
         printf("  %3d x %5d tokens  forward %8.1f us  %6.1f TFLOP/s   backward %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n",
@@ -361,7 +361,7 @@ static void batch(Model& m) {
         auto& a = s.a.layer[0];
         const double attend = time_graph(c.L, [&](int l) {
             const Layer<bf16>& y = m.weights.layers[l];
-            attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+            attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.layer(l), a.qkv, y.norms(s.rope), s.batch, c.heads());
         });
         printf("%d sequences at position %d, %s: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position,
                fp8 ? "FP8 cache" : "bf16", t * 1e3, B / t, bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, held / attend / c.L / 1e9);
@@ -400,9 +400,9 @@ static void prompts(Model& m) {
         printf("prompt of %d: %.2f ms, %.0f tok/s. ", N, t * 1e3, N / t);
         printf("norm + qkv %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, y.norm1, y.qkv, N, c.eps); }));
         printf("q/k norm + RoPE %.2f, ", each([&](const Layer<bf16>& y, int l) {
-            qknorm_rope_kv_gpu(ctx, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps); }));
+            qknorm_rope_kv_gpu(ctx, a.q, s.kv.layer(l), a.qkv, y.norms(s.rope), s.batch, c.heads()); }));
         printf("attention %.2f, ", each([&](const Layer<bf16>&, int l) {
-            attention_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D); }));
+            attention_gpu(ctx, a.attention, nullptr, a.q, s.kv.layer(l), s.batch, c.heads()); }));
         printf("o %.2f, ", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N); }));
         printf("norm + gate, up %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, y.norm2, y.gate_up, N, c.eps); }));
         printf("down %.2f ms\n", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N); }));
@@ -505,7 +505,7 @@ static void train(Model& m, int B, bool full, bool ample) {
     };
     struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
     op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
-    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
+    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
     op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
     op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
     op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
@@ -524,15 +524,15 @@ static void train(Model& m, int B, bool full, bool ample) {
         }
     }
     op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
-    op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
-    op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, batch, c.H, c.K, c.D, d.delta); });
-    op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, to.q_norm, to.k_norm, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps, d.delta); });
+    op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
+    op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), batch, c.heads(), d.delta); });
+    op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, {to.q_norm, to.k_norm}, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads(), d.delta); });
     const int R = std::min(head_rows, N);
     auto once = [&](const char* name, const std::function<void()>& run) {
         const double us = time_graph(4, [&](int) { run(); }) * 1e6;
         printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
     };
-    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, nullptr, w.head, R); });
+    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, {rows, token, 1e-3f, nullptr, R}, w.head); });
     once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, d.factor, rows, w.head, R); });
     if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
     for (auto& y : w.layers)
