@@ -1268,6 +1268,20 @@ template <int YOUNGER> __device__ inline void wait_for_copies() {
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// A ring of STAGES stages in shared memory, which cp.async fills: use(i) works on one while the copies to the others are
+// in flight. For i = from, from + EACH, .. below `to`; copy(i) starts the copies of i, which it refuses past the end.
+// The caller has started those of the first STAGES - 1, a group each.
+template <int STAGES, int EACH = 1, class Copy, class Use>
+__device__ __forceinline__ void walk_ring(int from, int to, Copy copy, Use use) {
+    for (int i = from; i < to; i += EACH) {
+        wait_for_copies<STAGES - 2>(); // this thread's copies of i are complete
+        __syncthreads(); // ... all threads' are; and all have left the stage before it, which the next copies overwrite
+        copy(i + (STAGES - 1) * EACH);
+        commit_copies();
+        use(i);
+    }
+}
+
 inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
     float y;
@@ -2212,20 +2226,6 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
                 mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// The main loop: calls multiply(x, w) for the stages of steps from .. to - 1. The copies of the first STAGES - 1 stages
-// are in flight.
-template <class S, bool X_COLS, bool W_COLS, bool PAIR, class Multiply>
-__device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to,
-                                           Multiply multiply) {
-    for (int step = from; step < to; step++) {
-        wait_for_copies<S::STAGES - 2>(); // this thread's copies of this step's stage are complete
-        __syncthreads(); // ... all threads' are; and all have left the stage before it, which the next copies overwrite
-        const int next = step + S::STAGES - 1;
-        if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
-        commit_copies();
-        multiply(stages.x_stage(step), stages.w_stage(step));
-    }
-}
 
 // Epilogue::MASKS: the masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
 // of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
@@ -2449,15 +2449,19 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         commit_copies(); // (the first of these groups has all of the weights above)
     }
     float sum[S::MF][S::NF][4] = {};
-    const auto multiply = [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); };
+    const auto copy = [&](int step) {
+        if (step < at.last) stages.copy_x(step), stages.copy_w(step);
+    };
+    const auto multiply = [&](int step) {
+        multiply_stage<S, X_COLS, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+    };
     if constexpr (Epilogue::MASKS) {
         const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
-        walk_steps(stages, at.first, min(at.last, at.first_more), multiply);
-        int step = max(at.first, at.first_more);
-        walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
-            add_masked_stage<S>(sum, x, w, at.number(step++), words, p, epilogue);
+        walk_ring<S::STAGES>(at.first, min(at.last, at.first_more), copy, multiply);
+        walk_ring<S::STAGES>(max(at.first, at.first_more), at.last, copy, [&](int step) {
+            add_masked_stage<S>(sum, stages.x_stage(step), stages.w_stage(step), at.number(step), words, p, epilogue);
         });
-    } else walk_steps(stages, at.first, at.last, multiply);
+    } else walk_ring<S::STAGES>(at.first, at.last, copy, multiply);
     wait_for_copies<0>();
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of this one's
 
@@ -2674,6 +2678,89 @@ template <int GROUPS> struct LoraDownShape {
     static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
 };
+// Copies this panel's part of a step, of the tokens from n0 on and the groups from `first` on.
+template <int GROUPS>
+__device__ __forceinline__ void lora_down_copy(uint32_t to, const bf16* x, const LoraArgs& p, int n0, int first,
+                                               int i64) {
+    using S = LoraDownShape<GROUPS>;
+    const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8, i = i64 * 64 + chunk * 8;
+    #pragma unroll
+    for (int k = 0; k < S::TOKENS; k += 16) {
+        const int n = n0 + row + k;
+        copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
+    }
+    #pragma unroll
+    for (int k = 0; k < GROUPS * 32; k += 16) {
+        const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
+        copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
+                   i < p.in && j < p.modules && r < p.rank);
+    }
+}
+// A lane's half of the masks of token n for the 64 numbers i64, a word a group: those that are made already; or new
+// ones, which are stored.
+template <int GROUPS>
+__device__ __forceinline__ void load_masks(uint32_t (&kept)[GROUPS], const LoraArgs& p, int first, int n, int i64) {
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const int j = p.module_of(first + k);
+        const bool there = j < p.modules && n < p.N && i64 < p.kept.sixty_fours;
+        kept[k] = there ? p.kept.at(j, i64, n)[threadIdx.x % 32 / 16] : 0;
+    }
+}
+template <int GROUPS>
+__device__ __forceinline__ void make_masks(uint32_t (&kept)[GROUPS], const LoraArgs& p, int first, int n, uint32_t name,
+                                           int i64) {
+    const int half = threadIdx.x % 32 / 16;
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const int j = p.module_of(first + k);
+        kept[k] = ~0u;
+        if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
+        else if (p.dropping && j < p.modules) {
+            kept[k] = 0;
+            #pragma unroll
+            for (int c = 0; c < 4; c++)
+                kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + half * 4 + c) << 8 * c;
+            if (n < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, n)[half] = kept[k];
+        }
+    }
+}
+// sum += drop(x) A^T for one panel; x_at: the warp's 16 tokens.
+template <int GROUPS>
+__device__ __forceinline__ void multiply_dropped(float (&sum)[GROUPS][4][4], const uint32_t (&kept)[GROUPS],
+                                                 uint32_t x_at, int token, uint32_t A_at) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
+                even[k][e] = word << 7, odd[k][e] = word << 6;
+            }
+        #pragma unroll
+        for (int e = 0; e < 2; e++) { // 16 numbers of `in`
+            const int c = (half * 2 + e) * 2;
+            uint32_t a[4], b[2][4];
+            ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++) {
+                #pragma unroll
+                for (int f = 0; f < 2; f++)
+                    ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8, c + lane / 8 % 2));
+                uint32_t y[4];
+                #pragma unroll
+                for (int q = 0; q < 4; q++)
+                    y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
+                #pragma unroll
+                for (int f = 0; f < 4; f++)
+                    mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
+            }
+        }
+    }
+}
 template <int GROUPS, bool MADE>
 __global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
 lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
@@ -2682,98 +2769,28 @@ lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
     const uint32_t shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n0 = blockIdx.x * S::TOKENS, first = blockIdx.y * GROUPS, panel = warp / 4, token = warp % 4 * 16;
-    const auto copy = [&](int step) {
-        const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8; // (each panel's own threads copy it)
-        const uint32_t to = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL;
-        const int i = (step * S::PANELS + panel) * 64 + chunk * 8;
-        #pragma unroll
-        for (int k = 0; k < S::TOKENS; k += 16) {
-            const int n = n0 + row + k;
-            copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
-        }
-        #pragma unroll
-        for (int k = 0; k < GROUPS * 32; k += 16) {
-            const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
-            copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
-                       i < p.in && j < p.modules && r < p.rank);
-        }
-        commit_copies();
-    };
     const int steps = (p.in + 64 * S::PANELS - 1) / (64 * S::PANELS);
+    const auto stage = [&](int step) { return shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL; };
+    const auto copy = [&](int step) { // (each panel's own threads copy it)
+        if (step < steps) lora_down_copy<GROUPS>(stage(step), x, p, n0, first, step * S::PANELS + panel);
+    };
     wait_for_previous();
     #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++)
-        if (s < steps) copy(s);
-        else commit_copies();
+    for (int s = 0; s < S::STAGES - 1; s++) copy(s), commit_copies();
     const int mine = n0 + token + lane % 16; // this lane computes a half of this token's masks
     const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
-    uint32_t made[GROUPS]; // a step ahead
-    const auto load_made = [&](int step) {
-        const int i64 = step * S::PANELS + panel;
-        #pragma unroll
-        for (int k = 0; k < GROUPS; k++) {
-            const int j = p.module_of(first + k);
-            made[k] = j < p.modules && mine < p.N && i64 < p.kept.sixty_fours ? p.kept.at(j, i64, mine)[lane / 16] : 0;
-        }
-    };
-    if (MADE) load_made(0);
+    uint32_t kept[GROUPS], next[GROUPS]; // masks; of the next step, if they are made already
+    if (MADE) load_masks(next, p, first, mine, panel);
     float sum[GROUPS][4][4] = {};
     for (int step = 0; step < steps; step++) {
         const int i64 = step * S::PANELS + panel;
-        uint32_t kept[GROUPS];
         #pragma unroll
-        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = made[k];
-        if (MADE) load_made(step + 1);
-        #pragma unroll
-        for (int k = 0; k < GROUPS && !MADE; k++) {
-            const int j = p.module_of(first + k);
-            kept[k] = ~0u;
-            if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
-            else if (p.dropping && j < p.modules) {
-                kept[k] = 0;
-                #pragma unroll
-                for (int c = 0; c < 4; c++)
-                    kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + lane / 16 * 4 + c)
-                               << 8 * c;
-                if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
-            }
-        }
-        wait_for_copies<S::STAGES - 2>();
-        __syncthreads();
-        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
-        else commit_copies();
-        const uint32_t x_at = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL, A_at = x_at + S::X_PANEL;
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++)
-                #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
-                    even[k][e] = word << 7, odd[k][e] = word << 6;
-                }
-            #pragma unroll
-            for (int e = 0; e < 2; e++) { // 16 numbers of `in`
-                const int c = (half * 2 + e) * 2;
-                uint32_t a[4], b[2][4];
-                ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
-                #pragma unroll
-                for (int k = 0; k < GROUPS; k++) {
-                    #pragma unroll
-                    for (int f = 0; f < 2; f++)
-                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8,
-                                                     c + lane / 8 % 2));
-                    uint32_t y[4];
-                    #pragma unroll
-                    for (int q = 0; q < 4; q++)
-                        y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
-                    #pragma unroll
-                    for (int f = 0; f < 4; f++)
-                        mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
-                }
-            }
-        }
+        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = next[k];
+        if (MADE) load_masks(next, p, first, mine, i64 + S::PANELS);
+        else make_masks(kept, p, first, mine, name, i64); // (while copies are in flight)
+        walk_ring<S::STAGES>(step, step + 1, copy, [&](int) {
+            multiply_dropped(sum, kept, stage(step), token, stage(step) + S::X_PANEL);
+        });
     }
     let_next_start();
     wait_for_copies<0>();
@@ -3067,7 +3084,6 @@ template <int D> struct PassingPages {
             const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
             copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
         }
-        commit_copies();
     }
     __device__ __forceinline__ void copy(int key0) const {
         copy(k_tiles + stage(key0), p.keys, key0);
@@ -3163,12 +3179,9 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
     __syncthreads(); // all have left the tiles of the sequence before this one
     pages.next_pages(from);
     pages.copy(from);
+    commit_copies();
     pages.next_pages(from + KEYS);
-    for (int key0 = from; key0 < to; key0 += KEYS) {
-        wait_for_copies<0>();
-        __syncthreads();
-        pages.copy(key0 + KEYS);
-        pages.next_pages(key0 + 2 * KEYS);
+    walk_ring<2, KEYS>(from, to, [&](int key0) { pages.copy(key0), pages.next_pages(key0 + KEYS); }, [&](int key0) {
         float s[2][KEYS / 8][4] = {};
         multiply_rows<D, 2, KEYS / 16>(s, q_tile + first_row * ROW, k_tiles + pages.stage(key0));
         if (key0 + KEYS > shortest)
@@ -3177,7 +3190,7 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
             });
         online_softmax(rows, s, scale);
         add_weighted_rows<D, 2, KEYS / 16>(rows.mixed, s, v_tiles + pages.stage(key0));
-    }
+    });
     wait_for_copies<0>();
     store_rows(p, tile, rows, n0, n1, scale);
 }
@@ -4368,6 +4381,7 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
     const int share = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, begin = blockIdx.z * share;
     const int end = min(p.N, begin + share), steps = (end - begin + 63) / 64;
     const auto copy = [&](int step) {
+        if (step >= steps) return;
         const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
         const int n0 = begin + step * 64;
         #pragma unroll
@@ -4386,21 +4400,14 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
             if (!p.dropping || threadIdx.x >= 128) continue;
             const int i64 = c0 / 64 + threadIdx.x / 64, n = n0 + threadIdx.x % 64; // (two words: N may be odd)
             copy_few_async<8>(stage + S::KEPT_AT + k * S::KEPT_BYTES + threadIdx.x * 8, p.kept.at(j, i64, n),
-                         n < end && j < p.modules && i64 < p.kept.sixty_fours);
+                              n < end && j < p.modules && i64 < p.kept.sixty_fours);
         }
-        commit_copies();
     };
     wait_for_previous();
     #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++)
-        if (s < steps) copy(s);
-        else commit_copies();
+    for (int s = 0; s < S::STAGES - 1; s++) copy(s), commit_copies();
     float sum[GROUPS * 2][2][4] = {};
-    for (int step = 0; step < steps; step++) {
-        wait_for_copies<S::STAGES - 2>();
-        __syncthreads();
-        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
-        else commit_copies();
+    walk_ring<S::STAGES>(0, steps, copy, [&](int step) {
         const int at = step % S::STAGES * S::STAGE_BYTES;
         const uint32_t x_at = shared + at, h_at = x_at + S::H_AT;
         // Lane 16 c + 4 i + t fetches the masks of tokens 16 i + 2 t + {0, 1, 8, 9} and of the warp's eight columns c.
@@ -4437,7 +4444,7 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
                 }
             }
         }
-    }
+    });
     wait_for_copies<0>();
     let_next_start();
     const size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
@@ -4645,7 +4652,6 @@ template <int D> struct PassingQueries {
             copy_few_async<4>(to, p.lse + heads.place(row, n), row0 + r < rows);
             copy_few_async<4>(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
         } else copy_few_async<4>(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
-        commit_copies();
     }
 };
 
@@ -4743,15 +4749,16 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
     float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
     load_keys<D>(p, m0, min(m1, end), kv, k_tile, v_tile);
     queries.copy(0, m0 * heads.G);
-    for (int row0 = m0 * heads.G, stage = 0; row0 < rows; row0 += PASSING_ROWS, stage ^= 1) {
-        wait_for_copies<0>();
-        __syncthreads();
-        queries.copy(stage ^ 1, row0 + PASSING_ROWS);
+    commit_copies();
+    int next = 0; // stage
+    const auto copy = [&](int row0) { queries.copy(next ^= 1, row0); };
+    walk_ring<2, PASSING_ROWS>(m0 * heads.G, rows, copy, [&](int row0) {
+        const int stage = next ^ 1;
         const uint32_t q_tile = queries.q_tiles + stage * TILE, dout_tile = queries.dout_tiles + stage * TILE;
         const float *lse = queries.lse(stage), *delta = queries.delta(stage);
         const int *pos = queries.pos(stage), last_row = min(PASSING_ROWS, rows - row0) - 1;
         const int oldest = heads.token(row0), newest = heads.token(row0 + last_row);
-        if (first > newest || last < oldest - pos[0]) continue;
+        if (first > newest || last < oldest - pos[0]) return;
         float s[1][2 * J][4] = {}, ds[1][2 * J][4];
         multiply_rows<D, 1, J>(s, k_tile + own, q_tile);
         probabilities(s, scale, [&](int, int j, int e) { return lse[score_column(j, e)]; });
@@ -4765,7 +4772,7 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
         multiply_rows<D, 1, J>(ds, v_tile + own, dout_tile);
         each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
         add_weighted_rows<D, 1, J>(dk, ds, q_tile);
-    }
+    });
     wait_for_copies<0>();
     store_key_value_gradients<D>(p, dk, dv, first, m1, kv, scale);
 }
@@ -4815,7 +4822,6 @@ template <int D> struct PassingKeys {
             copy_async(k_tiles + to, p.keys + at, key0 + r < end);
             copy_async(v_tiles + to, p.values + at, key0 + r < end);
         }
-        commit_copies();
     }
 };
 
@@ -4863,13 +4869,13 @@ __device__ __forceinline__ void query_gradients(const AttentionBackward& p, int 
     float dq[2][D / 8][4] = {};
     keys.next_slots(key_begin);
     keys.copy(0, key_begin);
+    commit_copies();
     keys.next_slots(key_begin + PASSING_KEYS);
-    for (int key0 = key_begin, stage = 0; key0 < end; key0 += PASSING_KEYS, stage ^= 1) {
-        wait_for_copies<0>();
-        __syncthreads();
-        keys.copy(stage ^ 1, key0 + PASSING_KEYS);
-        keys.next_slots(key0 + 2 * PASSING_KEYS);
-        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+    int next = 0; // stage
+    const auto copy = [&](int key0) { keys.copy(next ^= 1, key0), keys.next_slots(key0 + PASSING_KEYS); };
+    walk_ring<2, PASSING_KEYS>(key_begin, end, copy, [&](int key0) {
+        const int stage = next ^ 1;
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) return;
         const uint32_t k_tile = k_tiles + stage * keys.TILE, v_tile = v_tiles + stage * keys.TILE;
         float s[2][2 * J][4] = {}, ds[2][2 * J][4];
         multiply_rows<D, 2, J>(s, q_tile + own * ROW, k_tile);
@@ -4883,7 +4889,7 @@ __device__ __forceinline__ void query_gradients(const AttentionBackward& p, int 
         multiply_rows<D, 2, J>(ds, dout_tile + own * ROW, v_tile);
         each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
         add_weighted_rows<D, 2, J>(dq, ds, k_tile);
-    }
+    });
     wait_for_copies<0>();
     store_query_gradients<D>(p, heads, dq, first_row, scale);
 }
