@@ -1152,17 +1152,6 @@ template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
     launch_kernel(ctx, ctx.gpu->overlap, kernel, grid, threads, shared, args...);
 }
-// Records the launches of f as a graph that can be launched many times.
-template <class F> cudaGraphExec_t record_graph(Context& ctx, F f) {
-    cudaGraph_t recorded;
-    cudaGraphExec_t graph;
-    CUDA_CHECK(cudaStreamBeginCapture(ctx.gpu->stream, cudaStreamCaptureModeThreadLocal));
-    f();
-    CUDA_CHECK(cudaStreamEndCapture(ctx.gpu->stream, &recorded));
-    CUDA_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
-    cudaGraphDestroy(recorded);
-    return graph;
-}
 
 // griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions")
 __device__ inline void wait_for_previous() {
@@ -1354,10 +1343,9 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
 // ---- Optional speed. Book II is complete without gpu/. If gpu/ may have a faster kernel, or a format that Book II
 // lacks (packed weights, FP8 activations), the launcher calls Optional first. If that does nothing (false, 0, no
 // blocks), Book II's own kernel follows. A portable build has no optional kernels; else gpu/ defines these functions.
-struct TileArgs;
-struct AttentionArgs;
-struct AttentionBackward;
-#ifdef QWEN3_PORTABLE
+#ifndef QWEN3_PORTABLE
+#include "gpu/optional.h"
+#else
 struct Optional {
     template <class... A> static bool embed(A&&...) { return false; }
     template <class... A> static RowsDealt few(A&&...) { return {}; }
@@ -1380,43 +1368,6 @@ struct Optional {
         return nullptr;
     }
     static constexpr bool HERE = false;
-};
-#else
-struct Optional {
-    // embed of a packed table.
-    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
-    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
-    template <class Epilogue>
-    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
-                         int N);
-    // The product of more tokens with packed weights as they are stored. It may round the activations in x.
-    template <class Epilogue>
-    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
-    template <class Epilogue>
-    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
-                          const Linear<bf16>& W, int N, float eps);
-    // A product by tiles: on Hopper.
-    template <bool X_COLS, bool W_COLS, class Epilogue>
-    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
-    // linear_backward_weight, where its transposed product takes less time.
-    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
-    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
-    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
-    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
-    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k, W.in) reads RUN numbers of row r from k on.
-    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
-    // attention of prompts, for heads of D numbers: the number of splits of the keys.
-    static int attention(Context& ctx, const AttentionArgs& p, int D);
-    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
-    // dh and dB of an adapter, see lora_up_backward.
-    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
-    // Scratch of forwards of up to `rows` rows.
-    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
-    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, less
-    // `spoken_for`.
-    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
-                                                     size_t share = 2, size_t spoken_for = 0);
-    static constexpr bool HERE = true; // gpu/ is part of this build
 };
 #endif
 
@@ -1586,52 +1537,7 @@ template <int D> struct WarpHead {
     }
 };
 
-// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, shifted to bf16's fields, are the number times
-// 2^-120, subnormals too. Two of `word`: `bytes` selects theirs, as in __byte_perm. And eight neighbours.
-__device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
-    const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
-    return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
-}
-__device__ inline uint4 widen_e4m3(const uint2& v) {
-    return {widen_e4m3(v.x, 0x1404), widen_e4m3(v.x, 0x3424), widen_e4m3(v.y, 0x1404), widen_e4m3(v.y, 0x3424)};
-}
-// The rows of a page and head in a layer's FP8 cache (KVRow).
-template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
-    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
-}
-// A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
-template <int D> struct WarpFp8Head {
-    static constexpr int P = D / 64;
-    uint8_t u[P], v[P], byte;
-    __device__ explicit WarpFp8Head(const WarpHead<D>& head) {
-        float largest = 0;
-        bool finite = true;
-        const auto look = [&](float x) {
-            x = fabsf(to_acc(round_bf16(x)));
-            finite &= x < INFINITY, largest = fmaxf(largest, x);
-        };
-        for (int p = 0; p < P; p++) look(head.u[p]), look(head.v[p]);
-        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
-        finite = __all_sync(~0u, finite);
-        const int e = kv_exponent(finite ? largest : 0);
-        const auto round = [&](float x) { return float_to_e4m3(ldexpf(to_acc(round_bf16(x)), -e)); };
-        for (int p = 0; p < P; p++) u[p] = round(head.u[p]), v[p] = round(head.v[p]);
-        byte = (uint8_t)(finite ? e + 128 : 0);
-    }
-    __device__ void store(uint8_t* row, uint8_t* exponent) const {
-        for (int p = 0; p < P; p++) {
-            const int i = threadIdx.x % 32 * P + p;
-            row[i] = u[p], row[i + D / 2] = v[p];
-        }
-        if (threadIdx.x % 32 == 0) *exponent = byte;
-    }
-    __device__ void store(bf16* cache, int slot, int head, int K) const {
-        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
-        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
-    }
-};
-// 2^(e - 128); 0 marks a NaN row
-__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
+#include "model/fp8_head.h" // WarpFp8Head: the same as a row of an FP8 cache
 
 // Rows of q, k and v, from row `first` on. Blocks of 8 warps, a warp two heads of a token: four loads are in flight
 // before it is known whether the row is spare (one wait instead of two; spare rows store nothing). Bound by memory
@@ -2788,9 +2694,11 @@ lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
         for (int k = 0; k < GROUPS && MADE; k++) kept[k] = next[k];
         if (MADE) load_masks(next, p, first, mine, i64 + S::PANELS);
         else make_masks(kept, p, first, mine, name, i64); // (while copies are in flight)
-        walk_ring<S::STAGES>(step, step + 1, copy, [&](int) {
-            multiply_dropped(sum, kept, stage(step), token, stage(step) + S::X_PANEL);
-        });
+        wait_for_copies<S::STAGES - 2>(); // as walk_ring
+        __syncthreads();
+        copy(step + S::STAGES - 1);
+        commit_copies();
+        multiply_dropped(sum, kept, stage(step), token, stage(step) + S::X_PANEL);
     }
     let_next_start();
     wait_for_copies<0>();

@@ -1,6 +1,6 @@
 // gpu/backward/lora_up.cu: dh and dB of adapters: compiles those of qwen3.cu, section 13, and has Hopper's.
 #define PART_LORA_UP 1
-#include "gpu/optional.h"
+#include "gpu/optional_products.h"
 #include "qwen3.cu"
 #include "gpu/backward/lora_up.h"
 

@@ -2,8 +2,9 @@
 #include "server/engine/gpu_step.h"
 #ifdef QWEN3_GPU
 #ifndef QWEN3_PORTABLE
-#include "gpu/optional.h"
+#include "gpu/optional_products.h"
 #endif
+#include "model/graph.h"
 #include "qwen3.cu"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"

@@ -2,7 +2,7 @@
 #include "server/engine/row_products.h"
 #ifdef QWEN3_GPU
 #ifndef QWEN3_PORTABLE
-#include "gpu/optional.h"
+#include "gpu/optional_products.h"
 #endif
 #include "server/engine/segmented.h"
 

@@ -1,7 +1,7 @@
 // Every kernel of the programs and of the trainer's suite in one translation unit, for `make cuda-check`.
 #define QWEN3_LIBRARY
 #define QWEN3_EVERY_PART
-#include "gpu/optional.h"
+#include "gpu/optional_products.h"
 #include "gpu/attention/hopper.cu"
 #include "gpu/backward/hopper.cu"
 #include "gpu/backward/lora_up.cu"
