@@ -1040,14 +1040,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 #include "cpu/ops.h"
 #endif
 
-// Compiled once, in the object of this file.
-#ifdef QWEN3_LIBRARY
-#define BOOK_I_INSTANCE template
-#else
-#define BOOK_I_INSTANCE extern template
-#endif
 #ifndef QWEN3_PLAIN
-QWEN3_INSTANCES(BOOK_I_INSTANCES)
+QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 #endif
 
 // ###################################################### Book II ######################################################
@@ -1056,18 +1050,6 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES)
 #define QWEN3_KERNELS
 #endif
 #ifdef __CUDACC__
-
-// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those of
-// PART_TEXT, which have no optional counterpart. The rest is divided among sources in gpu/, each of which defines one of
-// the other names as 1, so that they compile at the same time. (In an #if a name that is not defined is 0.)
-#ifdef QWEN3_LIBRARY
-#define PART_TEXT 1
-#endif
-#if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
-#define COMPILED(part) 1
-#else
-#define COMPILED(part) part
-#endif
 
 // ========================================================================================================== 8 Toolbox
 // Errors, launches, and the instructions that kernels are made of, each wrapped once under its name in the PTX ISA.
@@ -1343,32 +1325,10 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
 // ---- Optional speed. Book II is complete without gpu/. If gpu/ may have a faster kernel, or a format that Book II
 // lacks (packed weights, FP8 activations), the launcher calls Optional first. If that does nothing (false, 0, no
 // blocks), Book II's own kernel follows. A portable build has no optional kernels; else gpu/ defines these functions.
-#ifndef QWEN3_PORTABLE
-#include "gpu/optional.h"
+#ifdef QWEN3_PORTABLE
+#include "model/portable.h"
 #else
-struct Optional {
-    template <class... A> static bool embed(A&&...) { return false; }
-    template <class... A> static RowsDealt few(A&&...) { return {}; }
-    template <class... A> static bool many(A&&...) { return false; }
-    template <class... A> static bool norm_many(A&&...) { return false; }
-    template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
-    template <class... A> static bool weight_gradient(A&&...) { return false; }
-    template <class Use> static void weights(Context&, const Linear<bf16>& W, Use use) { use(W.w[0]); }
-    template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
-        use(0, columns ? W.in : W.out(), W.w[0]);
-    }
-    template <class... A> static bool packed_rows(A&&...) { return false; }
-    template <class... A> static int attention(A&&...) { return 0; }
-    template <class... A> static bool attention_backward(A&&...) { return false; }
-    template <class... A> static bool lora_up(A&&...) { return false; }
-    template <class... A> static void plan(A&&...) {}
-    template <class... A> static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, A&&...) {
-        if (ctx.one_kernel > Context::WHERE_FASTER)
-            fprintf(stderr, "--one-kernel: a portable build has none; a token is a graph of kernels\n");
-        return nullptr;
-    }
-    static constexpr bool HERE = false;
-};
+#include "gpu/optional.h"
 #endif
 
 // ==================================================================================================== 9 Small kernels
@@ -1631,8 +1591,8 @@ struct Epilogue {
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread receives the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel loads early
     static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
-    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
-    static constexpr bool PARTS = false;         // ... and compute the softmax parts of each 64 rows
+    static constexpr bool MASKS = false;         // `four`'s kernels mask an adapter's sums: section 13, Dropout
+    static constexpr bool PARTS = false;         // ... and compute parts of a softmax: section 13, head_loss
     static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
@@ -1644,19 +1604,6 @@ struct Epilogue {
     // that will pass them on; n and r are not past the end.
     __device__ float old(int /* n */, int /* r */) const { return 0; }
     __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
-    // With MASKS: each `rank` of the further columns belong to a module; its sums are multiplied by `scale` where
-    // `masks` keeps them (r being its number), else left out. These columns come after all others
-    // (TileArgs::more_last).
-    static constexpr DropoutMasks masks = {nullptr, 0, 0};
-    static constexpr int rank = 0;
-    static constexpr float scale = 1;
-    // With PARTS `four` receives w = e^(y - from(n)) of the sums y of token n; part() receives, for rows 64 piece .. 64
-    // piece + 63, the largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is
-    // called once, with the sum of row chosen_row(n).
-    __device__ float from(int /* n */) const { return 0; }
-    __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
-    __device__ int chosen_row(int /* n */) const { return -1; }
-    __device__ void chosen(int /* n */, float /* y */) {}
     // tile_kernel, hopper_kernel: all threads, first. If true the kernel does nothing.
     __device__ bool skipped() const { return false; }
 };
@@ -2133,100 +2080,15 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
     }
 }
 
-// Epilogue::MASKS: the masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
-// of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
-// multiplied: otherwise the compiler loads each just before its use, and waits.
-template <class S> struct KeptWords {
-    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
-    uint2 pairs[3][EACH];
-    template <class Place>
-    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
-        #pragma unroll
-        for (int module = 0; module < 3; module++)
-            #pragma unroll
-            for (int k = 0; k < EACH; k++) {
-                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
-                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
-                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
-                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
-            }
-    }
-    // (A variable index would put a copy of the array into local memory.)
-    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
-        #pragma unroll
-        for (int k = 0; k < EACH; k++)
-            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
-    }
-    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
-    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
-        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
-        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
-        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
-    }
-};
-
-// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
-// columns at a time: a fragment's sums over them are computed, masked, and added to `sum`, so they take only their own
-// registers. x is zero in columns that do not belong to the module. (`sum` cannot be indexed, so this is straight-line
-// code, and wgmma idles meanwhile: hence few instructions.)
+// Section 13 has these, for epilogues with MASKS and with PARTS.
+template <class S> struct KeptWords;
 template <class S, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
                                                  int first, const KeptWords<S>& words, const TileArgs& p,
-                                                 const Epilogue& epilogue) {
-    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
-    const int last = min(STAGE_IN, p.more - first);
-    int end;
-    #pragma unroll 1
-    for (int begin = 0; begin < last; begin = end) {
-        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
-        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
-        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
-        uint2 pairs[KeptWords<S>::EACH];
-        words.pick(pairs, module);
-        #pragma unroll
-        for (int i = 0; i < S::MF; i++) {
-            uint32_t a[2][4];
-            #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
-                                             window / 8 + 2 * k + lane / 16));
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int column = window + k * 16 + e / 2 * 8;
-                    if (column < begin || column >= end) a[k][e] = 0;
-                }
-            }
-            #pragma unroll
-            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
-                float part[4][4] = {};
-                uint32_t b[2][2][4];
-                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    #pragma unroll
-                    for (int two = 0; two < 2; two++) {
-                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
-                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
-                                                           ((chunk % 8 ^ lane % 8) << 4));
-                    }
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    #pragma unroll
-                    for (int f = 0; f < 4; f++)
-                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
-                            b[k][f / 2][f % 2 * 2 + 1]);
-                #pragma unroll
-                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
-                                               // anew for every sum)
-                    float& y = sum[i][j + e / 4][e % 4];
-                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
-                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
-                    y = kept[e / 2 % 2] & bit ? more : y;
-                }
-            }
-        }
-    }
-}
+                                                 const Epilogue& epilogue);
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue);
 
 // Adds the sums of the blocks that share a tile, in order, in the last one to arrive: true in that one. In `partial`
 // they are in the threads' layout: (tile, split, fragment, thread, 4).
@@ -2253,56 +2115,6 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
     return true;
 }
 
-// With PARTS, the softmax parts that a lane of a quad, which has whole pieces of 64 rows, computes from its sums of
-// token n, fragment after fragment; `first` is the first row of the warp's part.
-struct WeightSums {
-    int n, first, chosen;
-    float from, right = 0, largest = -1e30f, part = 0;
-    template <class Epilogue>
-    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
-        n = n_, first = first_;
-        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
-        from = n < N ? epilogue.from(n) * LOG2E : 0;
-    }
-    // Four weights, two of fragment j and two of j + 1.
-    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
-        float w[4];
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int row = (j + e / 2) * 8;
-            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
-            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
-            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
-            right = chosen == row + e % 2 ? y : right;
-        }
-        return make_float4(w[0], w[1], w[2], w[3]);
-    }
-    // The eight fragments from j0 on.
-    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
-        largest = quad_max(largest), part = quad_sum(part);
-        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
-            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
-        largest = -1e30f, part = 0;
-    }
-    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
-        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
-    }
-};
-template <class S, class Epilogue>
-__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
-                                               Epilogue& epilogue) {
-    WeightSums weights;
-    weights.begin(n, first, N, epilogue);
-    #pragma unroll
-    for (int j = 0; j < S::NF; j += 2) {
-        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
-        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
-        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
-        if (n < N && r < out) epilogue.four(n, r, y, {});
-        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
-    }
-    weights.end(S::NF, epilogue);
-}
 // Passes a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
@@ -2829,7 +2641,7 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
 // each block writes a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in
 // order. G = H / K query heads share a KV head.
 
-// ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
+// ---- Shared parts: tiles, products of tiles, sums over the lanes of a row
 // A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
 // the eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
 template <int D> struct HeadTile {
@@ -3961,6 +3773,58 @@ void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const D
 // layouts and with epilogues of their own.
 
 // ---- head_loss. The epilogue leaves parts of a softmax for cross_entropy_kernel, and the weights.
+// With PARTS the epilogue's `four` receives w = e^(y - from(n)) of the sums y of token n; its part() receives, for rows
+// 64 piece .. 64 piece + 63, the largest y and the sum of w: from one thread, n and 64 piece not past the end. And
+// chosen(n, y) is called once, with the sum of row chosen_row(n). A quad of lanes has whole pieces of 64 rows; `first`
+// is the first row of the warp's part.
+struct WeightSums {
+    int n, first, chosen;
+    float from, right = 0, largest = -1e30f, part = 0;
+    template <class Epilogue>
+    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
+        n = n_, first = first_;
+        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
+        from = n < N ? epilogue.from(n) * LOG2E : 0;
+    }
+    // Four weights, two of fragment j and two of j + 1.
+    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
+        float w[4];
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (j + e / 2) * 8;
+            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
+            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+            right = chosen == row + e % 2 ? y : right;
+        }
+        return make_float4(w[0], w[1], w[2], w[3]);
+    }
+    // The eight fragments from j0 on.
+    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
+        largest = quad_max(largest), part = quad_sum(part);
+        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
+            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+        largest = -1e30f, part = 0;
+    }
+    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
+        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    }
+};
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue) {
+    WeightSums weights;
+    weights.begin(n, first, N, epilogue);
+    #pragma unroll
+    for (int j = 0; j < S::NF; j += 2) {
+        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
+        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+        if (n < N && r < out) epilogue.four(n, r, y, {});
+        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
+    }
+    weights.end(S::NF, epilogue);
+}
 struct LossEpilogue : Epilogue {
     static constexpr bool PARTS = true;
     bf16* weights;      // (R,ld), or null
@@ -4070,7 +3934,7 @@ void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, floa
 }
 #endif
 
-// ---- head_backward: the gradient of row n of the picked ones goes to row rows[n].
+// ---- head_backward: tile_kernel, with W in columns; the gradient of row n of the picked ones goes to row rows[n].
 struct ScatterEpilogue : Epilogue {
     bf16* out;           // (., C)
     const float* factor; // (R)
@@ -4176,7 +4040,106 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float
 }
 #endif
 
-// ---- linear_backward_input.
+// ---- Dropout: products whose epilogue has MASKS. Each `rank` of the further columns belong to a module; its sums are
+// multiplied by the epilogue's `scale` where its `masks` keeps them (r being their number), else left out. These columns
+// come after all others (TileArgs::more_last).
+// The masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
+// of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
+// multiplied: otherwise the compiler loads each just before its use, and waits.
+template <class S> struct KeptWords {
+    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
+    uint2 pairs[3][EACH];
+    template <class Place>
+    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
+        #pragma unroll
+        for (int module = 0; module < 3; module++)
+            #pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
+                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
+                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
+                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
+            }
+    }
+    // (A variable index would put a copy of the array into local memory.)
+    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
+        #pragma unroll
+        for (int k = 0; k < EACH; k++)
+            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
+    }
+    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
+    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
+        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
+        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
+        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
+    }
+};
+
+// A stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
+// columns at a time: a fragment's sums over them are computed, masked, and added to `sum`, so they take only their own
+// registers. x is zero in columns that do not belong to the module. (`sum` cannot be indexed, so this is straight-line
+// code, and wgmma idles meanwhile: hence few instructions.)
+template <class S, class Epilogue>
+__device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
+                                                 int first, const KeptWords<S>& words, const TileArgs& p,
+                                                 const Epilogue& epilogue) {
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
+    const int last = min(STAGE_IN, p.more - first);
+    int end;
+    #pragma unroll 1
+    for (int begin = 0; begin < last; begin = end) {
+        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
+        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
+        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
+        uint2 pairs[KeptWords<S>::EACH];
+        words.pick(pairs, module);
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            uint32_t a[2][4];
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
+                                             window / 8 + 2 * k + lane / 16));
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int column = window + k * 16 + e / 2 * 8;
+                    if (column < begin || column >= end) a[k][e] = 0;
+                }
+            }
+            #pragma unroll
+            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
+                float part[4][4] = {};
+                uint32_t b[2][2][4];
+                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int two = 0; two < 2; two++) {
+                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
+                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
+                                                           ((chunk % 8 ^ lane % 8) << 4));
+                    }
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
+                            b[k][f / 2][f % 2 * 2 + 1]);
+                #pragma unroll
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
+                                               // anew for every sum)
+                    float& y = sum[i][j + e / 4][e % 4];
+                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
+                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    y = kept[e / 2 % 2] & bit ? more : y;
+                }
+            }
+        }
+    }
+}
+
+// ---- linear_backward_input: dx = dy W, and where there is an adapter dh = dy (s B) and dB += s dy^T h: tile_kernel, with
+// its operands in columns.
 struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
     static constexpr bool MASKS = true;
     DropoutMasks masks;
@@ -4242,7 +4205,7 @@ void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, cons
 }
 #endif
 
-// ---- linear_backward_weight.
+// ---- linear_backward_weight: dW += dy^T x: tile_kernel, with both operands in columns.
 #if COMPILED(PART_WEIGHT)
 // dW of training, and X^T X of GPTQ (model/quantize.h).
 void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,

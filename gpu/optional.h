@@ -1,4 +1,4 @@
-// gpu/optional.h: the optional kernels, declared: qwen3.cu, section 8, says how Book II calls them. Templates are defined
+// gpu/optional.h: the optional kernels, declared. qwen3.cu, 8, says how Book II calls them; templates are defined
 // in gpu/optional_products.h.
 #pragma once
 #include "model/context.h"
