@@ -2230,14 +2230,28 @@ using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
 using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
 using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
 
+// Microseconds that a block takes for 1,024 numbers of `in`, if it is alone on its multiprocessor and if that has many.
+// Only their proportion matters. `bench_gpu tiles` measures the card at hand and prints its row.
+struct TileTimes {
+    int sm; // for cards from this one on
+    struct { double alone, full; } of[4]; // Tile128x128, Tile64x128, Tile64x64, Tile32x64
+};
+inline constexpr TileTimes TILE_TIMES[] = {
+    {80, {{13, 9.8}, {9.1, 6.5}, {9, 3.4}, {5.8, 2.6}}}, // of an H100, for all cards until theirs are measured
+};
+inline TileTimes tile_times(int sm) {
+    int row = 0;
+    for (int i = 0; i < (int)std::size(TILE_TIMES); i++)
+        if (TILE_TIMES[i].sm <= sm) row = i;
+    return TILE_TIMES[row];
+}
 // The shape and the number of splits with the least predicted time in microseconds: the blocks of the busiest
-// multiprocessor, times a block's steps, plus the cost of splits. The figures were fitted to an H100 (tests/bench_gpu
-// sweep); only their proportion matters. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
-// multiprocessor, and `full` if that has many.
+// multiprocessor, times a block's steps, plus the cost of splits (fitted to an H100).
 struct TilePlan {
     int shape = 0, splits = 1;
     double least = 1e30;
-    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
+    template <class S> void consider(const Context& ctx, const TileTimes& times, int index, int N, int out, int in) {
+        const double alone = times.of[index].alone, full = times.of[index].full;
         const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
         for (int s = 1; s <= 12; s++) {
             if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
@@ -2248,18 +2262,18 @@ struct TilePlan {
         }
     }
     // With X_COLS there are no tiles of 32 tokens; for many tokens they were never the best.
-    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
+    TilePlan(const Context& ctx, const TileTimes& times, int N, int out, int in, bool x_cols = false) {
         if (ctx.invariant) return;
-        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
-        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
-        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
-        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
+        consider<Tile128x128>(ctx, times, 0, N, out, in);
+        consider<Tile64x128>(ctx, times, 1, N, out, in);
+        consider<Tile64x64>(ctx, times, 2, N, out, in);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, times, 3, N, out, in);
     }
 };
 template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
     if (Optional::tiles<X_COLS, W_COLS>(ctx, p, epilogue)) return;
-    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
+    const TilePlan plan(ctx, tile_times(ctx.gpu->sm), p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
     p.splits = plan.splits;
     switch (plan.shape) {
         case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);

@@ -3,6 +3,7 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward]
 //                               [batch] [sequences] [train]       (default: all)
 //                               [packed]: quantised weights stay so
+//                               [tiles]: this card's row of TILE_TIMES (qwen3.cu, 10)   [sweep]: Hopper's tiles
 #include "gpu/gpu.h"
 #include "lab/timing.h"
 #include "cpu/step_ceilings.h"
@@ -216,49 +217,102 @@ static void products(bool quick) {
         printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
     }
 }
-// Every tile shape and number of splits, to set the rules of tile_product and hopper_product.
+// A product x W^T, with as many copies of W as do not fit the L2 cache; its time by one tile shape.
+struct TiledProduct {
+    int N, out, in, sets, calls;
+    bf16 *w, *x, *y;
+    TiledProduct(int N, int out, int in) : N(N), out(out), in(in) {
+        const size_t size = (size_t)out * in;
+        sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
+        calls = std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size))));
+        w = random_array(size * sets, 0.02f), x = random_array((size_t)N * in), y = gpu_array<bf16>((size_t)N * out);
+    }
+    TiledProduct(const TiledProduct&) = delete;
+    ~TiledProduct() { cudaFree(w), cudaFree(x), cudaFree(y); }
+    const bf16* weights(int i) const { return w + (size_t)(i % sets) * out * in; }
+    template <class Launch> double time(int splits, Launch launch_it) const { // microseconds
+        return 1e6 * time_graph(calls, [&](int i) {
+            TileArgs p = {x, weights(i), N, in, out};
+            p.early = N <= 128, p.splits = splits;
+            launch_it(p, StoreEpilogue<bf16>(y, out));
+        });
+    }
+    template <class S> double tiles(int splits) const {
+        return time(splits, [](const TileArgs& p, auto epilogue) { launch_tiles<S>(ctx, p, epilogue); });
+    }
+    template <class S> bool takes(int splits) const { // TilePlan considers it
+        return splits == 1 || (splits * 128 <= in && splits_fit<S>(count_tiles<S>(N, out), splits));
+    }
+    // f(index, splits, microseconds) for each candidate of TilePlan.
+    template <class F> void each_tile(F f) const {
+        const auto shape = [&](int index, auto tile) {
+            for (int s = 1; s <= 12 && takes<decltype(tile)>(s); s++) f(index, s, tiles<decltype(tile)>(s));
+        };
+        shape(0, Tile128x128{}), shape(1, Tile64x128{}), shape(2, Tile64x64{});
+        if (N <= 128) shape(3, Tile32x64{});
+    }
+};
+struct NamedProduct { const char* name; int out, in; };
+static const NamedProduct SWEPT[] = {{"qkv", 4096, 1024}, {"o", 1024, 2048}, {"gate+up", 6144, 1024}, {"down", 1024, 3072}, {"8B down", 4096, 12288}};
+
+// TilePlan's two times of a shape, from products of one tile and of 16 a multiprocessor; 1 us is the launch.
+template <class S> void measure_tile(TileTimes& times, int index) {
+    const int in = 4096, sms = ctx.gpu->sms;
+    const double one = TiledProduct(8 * S::TOKENS, S::ROWS * std::max(1, sms / 8), in).template tiles<S>(1);
+    const double many = TiledProduct(16 * S::TOKENS, S::ROWS * sms, in).template tiles<S>(1);
+    times.of[index] = {(one - 1) * 1024 / in, (many - 1) / 16 * 1024 / in};
+}
+// The row of this card in TILE_TIMES, and what the plans cost that it and the built-in row make: their time over that of
+// the best candidate.
+static void tiles() {
+    const int sm = ctx.gpu->sm;
+    TileTimes row = tile_times(sm);
+    row.sm = sm;
+    measure_tile<Tile128x128>(row, 0), measure_tile<Tile64x128>(row, 1), measure_tile<Tile64x64>(row, 2), measure_tile<Tile32x64>(row, 3);
+    printf("tiles: this card's row of TILE_TIMES\n    {%d, {", sm);
+    for (int i = 0; i < 4; i++) printf("%s{%.2g, %.2g}", i ? ", " : "", row.of[i].alone, row.of[i].full);
+    printf("}},\n  product: best candidate, of the built-in row, of this row (us; shape in the order of the row, splits)\n");
+    double built_in = 0, measured = 0;
+    int products = 0;
+    for (int N : {24, 64, 128, 256, 512, 2048})
+        for (const NamedProduct& y : SWEPT) {
+            const TilePlan plans[2] = {{ctx, tile_times(sm), N, y.out, y.in}, {ctx, row, N, y.out, y.in}};
+            double best = 1e30, of_plan[2] = {};
+            int shape = 0, splits = 0;
+            TiledProduct(N, y.out, y.in).each_tile([&](int index, int s, double us) {
+                if (us < best) best = us, shape = index, splits = s;
+                for (int k = 0; k < 2; k++)
+                    if (plans[k].shape == index && plans[k].splits == s) of_plan[k] = us;
+            });
+            printf("  N %4d %-8s %8.1f (%d, %d)", N, y.name, best, shape, splits);
+            for (int k = 0; k < 2; k++) printf("  %8.1f (%d, %d)", of_plan[k], plans[k].shape, plans[k].splits);
+            printf("\n");
+            built_in += std::log(of_plan[0] / best), measured += std::log(of_plan[1] / best), products++;
+        }
+    printf("  geometric mean over the best: the built-in row %.3f, this row %.3f\n", std::exp(built_in / products), std::exp(measured / products));
+}
+// Hopper's shapes by numbers of splits, to set the rules of HopperPlan.
 static void sweep() {
+    if (!ctx.gpu->hopper) return;
     for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
-        for (const ProductShape& y : {ProductShape{"qkv", 4096, 1024}, ProductShape{"o", 1024, 2048}, ProductShape{"gate+up", 6144, 1024}, ProductShape{"down", 1024, 3072}, ProductShape{"8B down", 4096, 12288}}) {
-            const size_t size = (size_t)y.R * y.K;
-            const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
-            bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
+        for (const NamedProduct& y : SWEPT) {
+            const TiledProduct product(N, y.out, y.in);
             printf("N %5d %-8s us by splits:", N, y.name);
-            const int calls = std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size))));
-            auto row = [&](const char* name, auto shape, auto launch_it) {
+            const auto row = [&](const char* name, auto shape) {
                 using S = decltype(shape);
                 printf("  %s", name);
-                for (int splits : {1, 2, 4, 8}) {
-                    const int64_t tiles = count_tiles<S>(N, y.R);
-                    if (splits > 1 && (splits * 128 > y.K || !splits_fit<S>(tiles, splits) || tiles * splits > 2 * ctx.gpu->sms)) break;
-                    const double t = time_graph(calls, [&](int i) {
-                        TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
-                        p.early = N <= 128, p.splits = splits;
-                        launch_it(p, StoreEpilogue<bf16>(out, y.R));
-                    });
-                    printf(" %.1f", t * 1e6);
-                }
+                for (int s = 1; s <= MOST_SPLITS && product.takes<S>(s) && (s == 1 || count_tiles<S>(N, y.out) * s <= 2 * ctx.gpu->sms); s *= 2)
+                    printf(" %.1f", product.time(s, [](const TileArgs& p, auto epilogue) { launch_hopper<S>(ctx, p, epilogue); }));
             };
-            auto tiles = [&](const char* name, auto shape) {
-                row(name, shape, [&](const TileArgs& p, auto epilogue) { launch_tiles<decltype(shape)>(ctx, p, epilogue); });
-            };
-            auto hopper = [&](const char* name, auto shape) {
-                if (ctx.gpu->hopper) row(name, shape, [&](const TileArgs& p, auto epilogue) { launch_hopper<decltype(shape)>(ctx, p, epilogue); });
-            };
-            tiles("128x128", Tile128x128{});
-            if (N <= 2048) tiles("64x128", Tile64x128{}), tiles("64x64", Tile64x64{});
-            if (N <= 128) tiles("32x64", Tile32x64{});
-            printf("  Hopper");
-            if (N > 64) hopper("128x256", Hopper128x256{}), hopper("128x192", Hopper128x192{}), hopper("128x128", Hopper128x128{});
-            if (N <= 512) hopper("64x64", Hopper64x64{});
-            const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
-            const double ours = time_graph(calls, [&](int i) {
+            if (N > 64) row("128x256", Hopper128x256{}), row("128x192", Hopper128x192{}), row("128x128", Hopper128x128{});
+            if (N <= 512) row("64x64", Hopper64x64{});
+            const double theirs = time_graph(product.calls, [&](int i) { blas_product(product.y, product.x, product.weights(i), N, y.out, y.in); });
+            const double ours = time_graph(product.calls, [&](int i) {
                 Linear<bf16> W;
-                W.w[0] = w + size * (i % sets), W.rows[0] = y.R, W.in = y.K;
-                linear_gpu(ctx, out, x, W, N);
+                W.w[0] = product.weights(i), W.rows[0] = y.out, W.in = y.in;
+                linear_gpu(ctx, product.y, product.x, W, N);
             });
             printf("  chosen %.1f, cuBLAS %.1f\n", ours * 1e6, theirs * 1e6);
-            cudaFree(w), cudaFree(x), cudaFree(out);
         }
 }
 // The head alone: logits of N rows, in float32 (what is drawn from) and in bf16 (what a loss keeps), beside cuBLAS.
@@ -540,7 +594,7 @@ static void train(Model& m, int B, bool full, bool ample) {
 }
 
 int main(int argc, char** argv) {
-    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [decode step prompts products quick few head attention attention-backward batch sequences train packed]\n"), 1;
+    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [decode step prompts products quick few head attention attention-backward batch sequences train packed tiles sweep]\n"), 1;
     try {
         ctx = open_gpu(0);
         cudaDeviceProp properties;
@@ -549,7 +603,7 @@ int main(int argc, char** argv) {
         auto wanted = [&](const char* name) {
             for (int i = 2; i < argc; i++)
                 if (!strcmp(argv[i], name)) return true;
-            return argc == 2 && strcmp(name, "packed") && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
+            return argc == 2 && strcmp(name, "packed") && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep") && strcmp(name, "tiles");
         };
         ctx.gpu->partial = gpu_array<float>(PARTIAL_BYTES / 4);
         ctx.gpu->arrived = gpu_array<int>(MAX_TILES);
@@ -568,6 +622,7 @@ int main(int argc, char** argv) {
         if (wanted("sequences")) sequences(m);
         if (wanted("train") || wanted("train16")) train(m, 16, false, false);
         if (wanted("train")) train(m, 16, false, true), train(m, 64, false, true), train(m, 64, true, true);
+        if (wanted("tiles")) tiles();
         if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);
         if (wanted("products")) products(false);
