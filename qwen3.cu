@@ -188,7 +188,7 @@ template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, 
     const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
     const Dropout* d = W.adapter.dropout;
     if (!d) return value;
-    const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1;
+    const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1; // a bit for each of 8 i
     return kept ? value * (1 / (1 - (acc<T>)d->p)) : 0;
 }
 
@@ -366,7 +366,7 @@ void attention(T* out,     // (N,HD) out
         std::vector<acc<T>> p(length), mix(D); // p[m]: the score of key m, then e^(score - top); mix: sum_m p[m] v_m
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
-            auto row_of = [&](const T* rows, int m) { // position m in the cache's pages
+            auto row_of = [&](const T* rows, int m) { // the D numbers of position m (model/kv_cache.h)
                 return KVRow<T>(rows, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
             };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
@@ -431,9 +431,8 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // memory of the tensors that are not used in the mapped file
     Arena gpu;                   // after `upload`: all weights, in the GPU's memory
 
-    // Reads a checkpoint (model/weights.cpp). A tensor that the file stores as T is used in place, and an INT8 matrix
-    // stays INT8. Other tensors are converted to T. With `int8` every matrix becomes INT8. With `packed` a quantised
-    // matrix keeps its format if Linear has it, else it becomes INT8. Norms are always T.
+    // Reads a checkpoint: model/weights.cpp, where its tensors are used in place or converted to T. int8: every matrix
+    // becomes INT8. packed: a quantised matrix keeps its format if Linear has it, else it becomes INT8.
     explicit Weights(const ModelFile& file, bool int8 = false, bool packed = false);
     Weights() = default; // for lab/decode, which fills it
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
@@ -971,7 +970,8 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
                    const int* target, // (R)
                    acc<T> scale, int N, int R,
                    const acc<T>* by = nullptr) { // (R) weights of the losses; null: 1
-    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T)); // numbers between two rows of dlogits
+    // Numbers from one row of dlogits to the next: rows begin where those of the logits did; on a GPU they are packed.
+    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T));
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
@@ -1176,7 +1176,6 @@ __device__ inline uint32_t pack_e4m3(float first, float second) { // the first i
     return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
 #endif
 }
-
 __device__ inline void store_one(float* to, float y) { *to = y; }
 __device__ inline void store_one(bf16* to, float y) { *to = round_bf16(y); }
 __device__ inline void store_four(float* to, const float4& y) { *(float4*)to = y; }
@@ -1192,35 +1191,28 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-
 // d += a b for 32 numbers of `in`. Lane 4 g + t holds eight of them, of tokens g (a0), g + 8 (a1) and of row g of W.
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
 }
-
 // a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
 __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-
 // x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
-
 // Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. In mma's layout, or
 // transposed.
-#define LDMATRIX(name) \
-    asm volatile(name " {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address))
-__device__ inline void ldmatrix(uint32_t (&m)[4], uint32_t address) {
-    LDMATRIX("ldmatrix.sync.aligned.m8n8.x4.shared.b16");
-}
-__device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
-    LDMATRIX("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16");
-}
+#define LDMATRIX(name, ptx) \
+    __device__ inline void name(uint32_t (&m)[4], uint32_t address) { \
+        asm volatile(ptx " {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address)); \
+    }
+LDMATRIX(ldmatrix, "ldmatrix.sync.aligned.m8n8.x4.shared.b16")
+LDMATRIX(ldmatrix_transposed, "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
 #undef LDMATRIX
-
 // 16 bytes from global to shared memory, asynchronously; zeros if not `there`.
 __device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
     const int bytes = there ? 16 : 0;
@@ -1236,12 +1228,11 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int YOUNGER> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory");
 }
-
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// A ring of STAGES stages in shared memory, which cp.async fills: use(i) works on one while the copies to the others are
-// in flight. For i = from, from + EACH, .. below `to`; copy(i) starts the copies of i, which it refuses past the end.
-// The caller has started those of the first STAGES - 1, a group each.
+// A ring of STAGES stages in shared memory, which cp.async fills: use(i) computes with one while copies to the others
+// are in flight, for i = from, from + EACH, .. below `to`. copy(i) starts the copies of i; past the end it starts none,
+// or copies zeros. The caller has started those of the first STAGES - 1, a group each.
 template <int STAGES, int EACH = 1, class Copy, class Use>
 __device__ __forceinline__ void walk_ring(int from, int to, Copy copy, Use use) {
     for (int i = from; i < to; i += EACH) {
@@ -1252,19 +1243,16 @@ __device__ __forceinline__ void walk_ring(int from, int to, Copy copy, Use use) 
         use(i);
     }
 }
-
 inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
 __device__ inline float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-
 // Over the four lanes of a quad, which hold a row of mma's d between them; for all four.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -1288,7 +1276,6 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
                                                uint32_t lanes = ~0u) {
     return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
-
 // The sum over a block, in one order, for all its threads.
 template <class N> __device__ inline N block_sum(N x) {
     __shared__ N parts[32];
@@ -1851,16 +1838,13 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
     if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
     if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
     const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; two tiles give it as many loads
-    if (p.stream) {
-        if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
-        if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
-    } else if (p.N <= 8) {
-        if (two) return launch_stream<2, 1, false>(ctx, p, epilogue);
-        if constexpr (!PAIR) return launch_stream<1, 1, false>(ctx, p, epilogue);
-    }
-    if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
-    if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
-    return {}; // (not reached: PAIR is always two)
+    const auto launch_tiles = [&](auto tiles) {
+        if (p.stream) return launch_stream<tiles, 1, true>(ctx, p, epilogue);
+        if (p.N <= 8) return launch_stream<tiles, 1, false>(ctx, p, epilogue);
+        return launch_stream<tiles, 2, false>(ctx, p, epilogue);
+    };
+    if constexpr (!PAIR) if (!two) return launch_tiles(std::integral_constant<int, 1>());
+    return launch_tiles(std::integral_constant<int, 2>());
 }
 
 // ---- Many tokens. Every product of more than 16 tokens and of the backward pass; for fewer tokens, products with
@@ -1919,15 +1903,14 @@ struct TileArgs {
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: the row's length
     bool early = false;   // few blocks: those of the next kernel may be resident beside them from the start
     int splits = 1;
-    // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
+    float* partial = nullptr; // set by plan_tiles: Gpu's
+    int* arrived = nullptr;
+    // For gpu/products/hopper.h: stages of the ring; whether received sums have their own memory; scales of e4m3
+    // operands (see multiply_groups; two e4m3 then count as one number), W's (., groups) and x's (groups, pitch).
     int stages = 0;
     bool apart = false;
-    // Scales of e4m3 operands (see multiply_groups; two e4m3 then count as one number): W's for 128 rows by 128 columns
-    // (., groups), x's for 128 numbers of a token (groups, pitch). Scales past the end may be read.
     const float *x_scale = nullptr, *W_scale = nullptr;
     int pitch = 0;
-    float* partial = nullptr;
-    int* arrived = nullptr;
 };
 
 // The tile of a block, and its steps (stages of `in`).
@@ -2239,11 +2222,11 @@ struct TileTimes {
 inline constexpr TileTimes TILE_TIMES[] = {
     {80, {{13, 9.8}, {9.1, 6.5}, {9, 3.4}, {5.8, 2.6}}}, // of an H100, for all cards until theirs are measured
 };
-inline TileTimes tile_times(int sm) {
-    int row = 0;
-    for (int i = 0; i < (int)std::size(TILE_TIMES); i++)
-        if (TILE_TIMES[i].sm <= sm) row = i;
-    return TILE_TIMES[row];
+inline const TileTimes& tile_times(int sm) {
+    const TileTimes* own = TILE_TIMES;
+    for (const TileTimes& row : TILE_TIMES)
+        if (row.sm <= sm) own = &row;
+    return *own;
 }
 // The shape and the number of splits with the least predicted time in microseconds: the blocks of the busiest
 // multiprocessor, times a block's steps, plus the cost of splits (fitted to an H100).
@@ -2811,17 +2794,15 @@ template <int D> struct PassingPages {
         #pragma unroll
         for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
     }
-    __device__ __forceinline__ void copy(uint32_t tile, const bf16* cache, int key0) const {
+    __device__ __forceinline__ void copy(int key0) const {
         #pragma unroll
         for (int i = 0; i < KEYS / mine.STEP; i++) {
-            const int r = mine.row + i * mine.STEP; // of page r / PAGE, the same for all threads
+            const int r = mine.row + i * mine.STEP, tile = stage(key0) + HeadTile<D>::at(r, mine.chunk);
+            // (r is of page r / PAGE, the same for all threads)
             const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
-            copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
+            copy_async(k_tiles + tile, p.keys + at, key0 + r < to);
+            copy_async(v_tiles + tile, p.values + at, key0 + r < to);
         }
-    }
-    __device__ __forceinline__ void copy(int key0) const {
-        copy(k_tiles + stage(key0), p.keys, key0);
-        copy(v_tiles + stage(key0), p.values, key0);
     }
 };
 
@@ -3379,12 +3360,10 @@ void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D)
         else launch_pages(attention_decode_kernel<size, fp8, Ring>, (Ring*)nullptr,
                           std::min(p.b.splits, (3 * sms + others - 1) / others));
     };
-    const auto with_format = [&](auto size) {
-        if (p.b.fp8) with(size, std::true_type());
-        else with(size, std::false_type());
+    const auto with_size = [&](auto fp8) {
+        D == 128 ? with(std::integral_constant<int, 128>(), fp8) : with(std::integral_constant<int, 64>(), fp8);
     };
-    if (D == 128) with_format(std::integral_constant<int, 128>());
-    else with_format(std::integral_constant<int, 64>());
+    p.b.fp8 ? with_size(std::true_type()) : with_size(std::false_type());
 }
 #endif
 #if COMPILED(PART_ATTEND)
@@ -3441,8 +3420,6 @@ struct DrawEpilogue : Epilogue {
     const Draw* draw;          // (R)
     const uint32_t* seen;      // (R,V), or null: no penalties
     unsigned long long* best;  // (R, BEST_BLOCKS)
-    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
-        : out(out), V(V), draw(draw), seen(seen), best(best) {}
     __device__ static unsigned long long* shared_best() {
         __shared__ unsigned long long best[STREAM_TOKENS];
         return best;
@@ -3469,7 +3446,7 @@ struct DrawEpilogue : Epilogue {
 #if COMPILED(PART_DRAW_HEAD)
 RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uint32_t* seen, unsigned long long* best,
                         const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
-    const DrawEpilogue epilogue{logits, (size_t)W.out(), draw, seen, best};
+    const DrawEpilogue epilogue = {{}, logits, (size_t)W.out(), draw, seen, best};
     if (const RowsDealt dealt = Optional::few(ctx, epilogue, x, rows, W, R); dealt.blocks) return dealt;
     return stream_product(ctx, StreamArgs{x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
 }
@@ -3948,14 +3925,12 @@ void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, floa
 }
 #endif
 
-// ---- head_backward: tile_kernel, with W in columns; the gradient of row n of the picked ones goes to row rows[n].
+// ---- head_backward: tile_kernel, W in columns. The gradient of row n of the picked ones goes to row rows[n].
 struct ScatterEpilogue : Epilogue {
     bf16* out;           // (., C)
     const float* factor; // (R)
     const int* rows;     // (R)
     size_t C;
-    ScatterEpilogue(bf16* out, const float* factor, const int* rows, size_t C)
-        : out(out), factor(factor), rows(rows), C(C) {}
     __device__ void four(int n, int c, const float4& y, const float4&) {
         const float by = factor[n];
         store_four(out + rows[n] * C + c, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
@@ -3968,7 +3943,7 @@ void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t 
     Optional::parts(ctx, W, true, [&](int first, int count, const bf16* weights) {
         TileArgs p = {dlogits, weights, R, W.out(), count};
         p.ldx = (int)ld;
-        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, factor, rows, W.in));
+        tile_product<false, true>(ctx, p, ScatterEpilogue{{}, dnormed + first, factor, rows, (size_t)W.in});
     });
 }
 #endif
@@ -4054,9 +4029,8 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float
 }
 #endif
 
-// ---- Dropout: products whose epilogue has MASKS. Each `rank` of the further columns belong to a module; its sums are
-// multiplied by the epilogue's `scale` where its `masks` keeps them (r being their number), else left out. These columns
-// come after all others (TileArgs::more_last).
+// ---- Dropout: products whose epilogue has MASKS. `rank` columns of `more` belong to a module; their sums times
+// `scale` are added where the module's mask keeps row r, else left out. These columns come last (TileArgs::more_last).
 // The masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
 // of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
 // multiplied: otherwise the compiler loads each just before its use, and waits.
@@ -4152,8 +4126,7 @@ __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], 
     }
 }
 
-// ---- linear_backward_input: dx = dy W, and where there is an adapter dh = dy (s B) and dB += s dy^T h: tile_kernel, with
-// its operands in columns.
+// ---- linear_backward_input: dx = dy W; an adapter's dh = dy (s B), dB += s dy^T h: tile_kernel, operands in columns.
 struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
     static constexpr bool MASKS = true;
     DropoutMasks masks;
@@ -4219,7 +4192,7 @@ void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, cons
 }
 #endif
 
-// ---- linear_backward_weight: dW += dy^T x: tile_kernel, with both operands in columns.
+// ---- linear_backward_weight: dW += dy^T x: tile_kernel, both operands in columns.
 #if COMPILED(PART_WEIGHT)
 // dW of training, and X^T X of GPTQ (model/quantize.h).
 void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
@@ -4425,8 +4398,7 @@ void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16
 // ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
 // The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
 // some queries is summed over all keys. So one block sums each number, in one order, at the cost of seven products of
-// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
-//     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
+// tiles instead of five.
 // The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
 // rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
 // needs. A warp skips tiles in which its keys and queries do not meet.

@@ -2,8 +2,9 @@
 #if defined(QWEN3_GPU) || defined(QWEN3_EMULATED)
 #include "qwen3.cu"
 
-// That kernel reads bf16: the pages that it will read of a layer are widened first, into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each
-// sequence that has rows from `first` on. Bound by memory bandwidth: 3 bytes a number, and 2 when attention reads it.
+// That kernel reads bf16: the pages that it will read of a layer are widened first, into pages of the same numbers.
+// Grid: (K, blocks); a block takes every gridDim.y-th page of each sequence that has rows from `first` on. Bound by
+// memory bandwidth: 3 bytes a number, and 2 when attention reads it.
 template <int D>
 __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
                                                           Batch b, int first, int K) {

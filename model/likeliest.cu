@@ -1,4 +1,4 @@
-// model/likeliest.cu: likeliest (model/sampling.h) on a GPU: the likeliest ids of a row of logits, for log-probabilities.
+// model/likeliest.cu: likeliest (model/sampling.h) on a GPU, for log-probabilities.
 #ifdef QWEN3_GPU
 #include "qwen3.cu"
 
