@@ -312,7 +312,7 @@ struct HeadShape { // H, K, D of the notation; eps of the heads' norms
     int H, K, D;
     float eps = 0;
 };
-template <class T> struct LayerCache { T *keys, *values; };   // (pages, K, 16, D) each: one layer of a KVCache
+template <class T> struct LayerCache { T *keys, *values; }; // (pages, K, 16, D) each: one layer of a KVCache
 template <class T> struct HeadNorms {
     const T *q, *k;     // (D) weights of the heads' norms
     const acc<T>* rope; // (positions, D/2, 2) cosine and sine
@@ -518,7 +518,7 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& ba
 
 // ========================================================================================================== 5 generate
 
-// Continues a prompt on the CPU: up to `most` new ids, without the end token. Only ids below `exist` are drawn, by
+// Continues a prompt on the CPU: up to `most` new ids, without the end token. Only ids below `exist` are sampled, by
 // `sample` of model/sampling.h. (model/session.h has GPUs, a cache that stays, penalties and stop strings.)
 template <class T>
 std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, std::vector<int> ids, size_t most,
@@ -1045,7 +1045,8 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 #endif
 
 // ###################################################### Book II ######################################################
-// Kernels and launchers. Suites also compile some of the kernels for a CPU and run them there (tests/emulate).
+// Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Suites also
+// compile some of the kernels for a CPU and run them there (tests/emulate).
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
@@ -1549,7 +1550,7 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 #endif
 
 // ========================================================================================================= 10 Products
-// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
+// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; the sum runs over `in`.
 // The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
 // backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
 // Three kernels compute them all: stream_kernel for up to 16 tokens, bound by memory bandwidth, and for more tokens,
@@ -4783,8 +4784,8 @@ void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const At
 #endif
 
 #if COMPILED(PART_NORMS_BACKWARD)
-// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
-// and mean of rmsnorm's rule.
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of the norm's output; r and mean as in
+// rmsnorm_backward.
 template <int D> struct WarpHeadBackward {
     static constexpr int P = D / 64;
     WarpHead<D> x, g, w;

@@ -465,12 +465,14 @@ static void prompts(Model& m) {
 
 // ---- A training step of B sequences of 512 tokens, every token trained: with LoRA (rank 32 on everything, dropout 0.1), or
 // of all parameters; its parts, and every op of a layer by itself. ample: see Activations.
-static void train(Model& m, int B, bool full, bool ample) {
-    const Config& c = m.file.config;
-    const int T = 512, N = B * T, rank = full ? 0 : 32, head_rows = full ? 4096 : 2048, C = c.C;
-    Weights<bf16>& w = m.weights;
+struct Training {
+    static constexpr int T = 512;
+    Model& m;
+    const Config& c;
+    Weights<bf16>& w;
+    const int B, N, C, rank, head_rows;
+    const bool full, ample;
     Arena arena;
-    arena.gpu = true;
     Activations<bf16> a;
     Flow<bf16> d;
     KVCache<bf16> kv;
@@ -481,116 +483,138 @@ static void train(Model& m, int B, bool full, bool ample) {
     int *token, *pos, *seq, *slot, *table, *rows;
     uint32_t* names;
     size_t parameters = 0;
-    for (int pass = 0; pass < 3; pass++) { // counts the parameters, then the memory, then takes it
-        for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
-        copies = arena.take<bf16>(parameters);
-        norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
-        a.plan_training(arena, c, N, false, ample);
-        d.plan(arena, c, N, rank, head_rows, true);
-        kv.plan(arena, c, (size_t)B * T / PAGE, !ample);
-        rope = arena.take<float>((size_t)T * c.D);
-        loss = arena.take<float>(N);
-        for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
-        names = arena.take<uint32_t>(N);
-        table = arena.take<int>((size_t)N / PAGE);
-        parameters = 0;
-        g = {};
-        g.layer.resize(c.L);
-        auto parameter = [&](float*& at, size_t n) { at = gradients + parameters, parameters += n; };
-        auto dense = [&](Gradients<bf16>::OfLinear& to, Linear<bf16>& W) {
-            if (full) return parameter(to.W, (size_t)W.out() * W.in);
-            Adapter<bf16>& y = W.adapter;
-            y.rank = rank, y.s = 2, y.modules = 1 + (W.rows[1] > 0) + (W.rows[2] > 0);
-            for (int j = 0; j < y.modules; j++) y.block[j] = j, y.module[j] = j;
-            const size_t E = (size_t)y.modules * rank;
-            y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N), y.kept = arena.take<uint32_t>(DropoutMasks::size(y.modules, W.in, N));
-            parameter(to.A, E * W.in), parameter(to.B, E * W.out());
-        };
-        if (full) parameter(g.embed, (size_t)c.V * C), g.head = g.embed, parameter(g.norm, C);
-        for (int l = 0; l < c.L; l++) {
-            auto& to = g.layer[l];
-            if (full) parameter(to.norm1, C), parameter(to.norm2, C), parameter(to.q_norm, c.D), parameter(to.k_norm, c.D);
-            dense(to.qkv, w.layers[l].qkv), dense(to.o, w.layers[l].o), dense(to.gate_up, w.layers[l].gate_up), dense(to.down, w.layers[l].down);
-        }
-        if (pass == 0) arena.used = 0;
-        if (pass == 1) arena.allocate("the training benchmark");
-    }
-    Dropout dropout = {0.1f, 1, 1, names};
-    for (auto& y : w.layers)
-        for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down})
-            if (!full) {
-                W->adapter.dropout = &dropout;
-                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
-                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
-            }
-    std::vector<float> angles((size_t)T * c.D);
-    fill_rope(angles.data(), T, c.D, c.rope_theta);
-    std::vector<int> t(N), p(N), s(N), sl(N), r(N), pages(N / PAGE);
-    std::vector<uint32_t> n_(N);
-    for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;
-    for (int i = 0; i < N / PAGE; i++) pages[i] = i;
-    auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
-    put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, sl), put(rows, r), put(table, pages), put(names, n_);
-    const Batch batch = {N, B, token, pos, seq, slot, table, T / PAGE, 0};
-    AdamW optimizer;
-    optimizer.step = 1, optimizer.clip = 1, optimizer.lr = 1e-5f;
+    Dropout dropout;
+    Batch batch;
 
-    auto forwards = [&] { forward(ctx, c, w, batch, a, kv, rope); };
-    auto losses = [&] { loss_backward(ctx, c, w, a, d, &g, loss, rows, token, 1.f / N, N, N); };
-    auto backwards = [&] { backward(ctx, c, w, batch, a, d, g, kv, rope); };
-    auto optimize = [&] {
-        grad_norm_gpu(ctx, norm, pieces, gradients, parameters);
-        adamw_gpu(ctx, copies, masters, first, second, gradients, norm, parameters, optimizer);
-        clear(ctx, gradients, parameters);
-    };
-    const double f = time_graph(1, [&](int) { forwards(); }), l = time_graph(1, [&](int) { losses(); }), b = time_graph(1, [&](int) { backwards(); }), o = time_graph(1, [&](int) { optimize(); });
-    const double all = time_graph(1, [&](int) { forwards(), losses(), backwards(), optimize(); });
-    // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
-    const double matrices = (double)step_bytes(w) / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
-    const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
-    printf("%s step of %d x %d tokens%s: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
-           full ? "all-parameter" : "LoRA", B, T, ample ? ", ample memory" : "", all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
-    auto& x = a.layer[1];
-    const Layer<bf16>& y = w.layers[1];
-    const auto& to = g.layer[1];
-    auto op = [&](const char* name, const std::function<void()>& run) {
-        const double us = time_graph(4, [&](int) { run(); }) * 1e6;
-        printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, c.L, us * c.L / 1e3);
-    };
-    struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
-    op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
-    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
-    op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
-    op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
-    op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
-    for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
-                             Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, nullptr, d.y, x.hidden}}) {
-        const bool last = !k.dx;
-        op((std::string(k.name) + (full ? " dx" : " dh, dB, dx") + (last ? ", SwiGLU" : "")).c_str(), [&] {
-            if (last) linear_backward_swiglu_gpu(ctx, d.gate_up, x.hidden, k.dx, d.h, k.to.B, k.dy, x.gate_up, k.W, N);
-            else linear_backward_input_gpu(ctx, k.dx, d.h, k.to.B, k.dy, k.W, N);
-        });
-        if (!full) op((std::string(k.name) + " dh, dB of it").c_str(), [&] { lora_up_backward(ctx, d.h, k.to.B, last ? d.gate_up : k.dx, k.dy, k.W, N); });
-        if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
-        else {
-            op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
-            op((std::string(k.name) + " dA").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, d.h, k.x, k.W, N); });
+    Training(Model& m, int B, bool full, bool ample)
+        : m(m), c(m.file.config), w(m.weights), B(B), N(B * T), C(c.C), rank(full ? 0 : 32), head_rows(full ? 4096 : 2048), full(full), ample(ample) {
+        arena.gpu = true;
+        plan();
+        dropout = {0.1f, 1, 1, names};
+        fill();
+        batch = {N, B, token, pos, seq, slot, table, T / PAGE, 0};
+    }
+    ~Training() {
+        for (auto& y : w.layers)
+            for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};
+    }
+    void plan() {
+        for (int pass = 0; pass < 3; pass++) { // counts the parameters, then the memory, then takes it
+            for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
+            copies = arena.take<bf16>(parameters);
+            norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
+            a.plan_training(arena, c, N, false, ample);
+            d.plan(arena, c, N, rank, head_rows, true);
+            kv.plan(arena, c, (size_t)B * T / PAGE, !ample);
+            rope = arena.take<float>((size_t)T * c.D);
+            loss = arena.take<float>(N);
+            for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
+            names = arena.take<uint32_t>(N);
+            table = arena.take<int>((size_t)N / PAGE);
+            parameters = 0;
+            g = {};
+            g.layer.resize(c.L);
+            auto parameter = [&](float*& at, size_t n) { at = gradients + parameters, parameters += n; };
+            auto dense = [&](Gradients<bf16>::OfLinear& to, Linear<bf16>& W) {
+                if (full) return parameter(to.W, (size_t)W.out() * W.in);
+                Adapter<bf16>& y = W.adapter;
+                y.rank = rank, y.s = 2, y.modules = 1 + (W.rows[1] > 0) + (W.rows[2] > 0);
+                for (int j = 0; j < y.modules; j++) y.block[j] = j, y.module[j] = j;
+                const size_t E = (size_t)y.modules * rank;
+                y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N), y.kept = arena.take<uint32_t>(DropoutMasks::size(y.modules, W.in, N));
+                parameter(to.A, E * W.in), parameter(to.B, E * W.out());
+            };
+            if (full) parameter(g.embed, (size_t)c.V * C), g.head = g.embed, parameter(g.norm, C);
+            for (int l = 0; l < c.L; l++) {
+                auto& to = g.layer[l];
+                if (full) parameter(to.norm1, C), parameter(to.norm2, C), parameter(to.q_norm, c.D), parameter(to.k_norm, c.D);
+                dense(to.qkv, w.layers[l].qkv), dense(to.o, w.layers[l].o), dense(to.gate_up, w.layers[l].gate_up), dense(to.down, w.layers[l].down);
+            }
+            if (pass == 0) arena.used = 0;
+            if (pass == 1) arena.allocate("the training benchmark");
         }
     }
-    op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
-    op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
-    op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), batch, c.heads(), d.delta); });
-    op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, {to.q_norm, to.k_norm}, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads(), d.delta); });
-    const int R = std::min(head_rows, N);
-    auto once = [&](const char* name, const std::function<void()>& run) {
-        const double us = time_graph(4, [&](int) { run(); }) * 1e6;
-        printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
-    };
-    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, {rows, token, 1e-3f, nullptr, R}, w.head); });
-    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, d.factor, rows, w.head, R); });
-    if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
-    for (auto& y : w.layers)
-        for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};
+    void fill() {
+        for (auto& y : w.layers)
+            for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down})
+                if (!full) {
+                    W->adapter.dropout = &dropout;
+                    random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
+                    random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
+                }
+        std::vector<float> angles((size_t)T * c.D);
+        fill_rope(angles.data(), T, c.D, c.rope_theta);
+        std::vector<int> t(N), p(N), s(N), sl(N), r(N), pages(N / PAGE);
+        std::vector<uint32_t> n_(N);
+        for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;
+        for (int i = 0; i < N / PAGE; i++) pages[i] = i;
+        auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
+        put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, sl), put(rows, r), put(table, pages), put(names, n_);
+    }
+    void step() {
+        AdamW optimizer;
+        optimizer.step = 1, optimizer.clip = 1, optimizer.lr = 1e-5f;
+        auto forwards = [&] { forward(ctx, c, w, batch, a, kv, rope); };
+        auto losses = [&] { loss_backward(ctx, c, w, a, d, &g, loss, rows, token, 1.f / N, N, N); };
+        auto backwards = [&] { backward(ctx, c, w, batch, a, d, g, kv, rope); };
+        auto optimize = [&] {
+            grad_norm_gpu(ctx, norm, pieces, gradients, parameters);
+            adamw_gpu(ctx, copies, masters, first, second, gradients, norm, parameters, optimizer);
+            clear(ctx, gradients, parameters);
+        };
+        const double f = time_graph(1, [&](int) { forwards(); }), l = time_graph(1, [&](int) { losses(); }), b = time_graph(1, [&](int) { backwards(); }), o = time_graph(1, [&](int) { optimize(); });
+        const double all = time_graph(1, [&](int) { forwards(), losses(), backwards(), optimize(); });
+        // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
+        const double matrices = (double)step_bytes(w) / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
+        const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
+        printf("%s step of %d x %d tokens%s: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
+               full ? "all-parameter" : "LoRA", B, T, ample ? ", ample memory" : "", all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
+    }
+    void ops() {
+        auto& x = a.layer[1];
+        const Layer<bf16>& y = w.layers[1];
+        const auto& to = g.layer[1];
+        auto op = [&](const char* name, const std::function<void()>& run) {
+            const double us = time_graph(4, [&](int) { run(); }) * 1e6;
+            printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, c.L, us * c.L / 1e3);
+        };
+        struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
+        op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
+        op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
+        op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
+        op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
+        op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
+        for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
+                                 Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, nullptr, d.y, x.hidden}}) {
+            const bool last = !k.dx;
+            op((std::string(k.name) + (full ? " dx" : " dh, dB, dx") + (last ? ", SwiGLU" : "")).c_str(), [&] {
+                if (last) linear_backward_swiglu_gpu(ctx, d.gate_up, x.hidden, k.dx, d.h, k.to.B, k.dy, x.gate_up, k.W, N);
+                else linear_backward_input_gpu(ctx, k.dx, d.h, k.to.B, k.dy, k.W, N);
+            });
+            if (!full) op((std::string(k.name) + " dh, dB of it").c_str(), [&] { lora_up_backward(ctx, d.h, k.to.B, last ? d.gate_up : k.dx, k.dy, k.W, N); });
+            if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
+            else {
+                op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
+                op((std::string(k.name) + " dA").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, d.h, k.x, k.W, N); });
+            }
+        }
+        op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
+        op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
+        op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), batch, c.heads(), d.delta); });
+        op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, {to.q_norm, to.k_norm}, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads(), d.delta); });
+        const int R = std::min(head_rows, N);
+        auto once = [&](const char* name, const std::function<void()>& run) {
+            const double us = time_graph(4, [&](int) { run(); }) * 1e6;
+            printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
+        };
+        once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, {rows, token, 1e-3f, nullptr, R}, w.head); });
+        once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, d.factor, rows, w.head, R); });
+        if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
+    }
+};
+static void train(Model& m, int B, bool full, bool ample) {
+    Training training(m, B, full, ample);
+    training.step(), training.ops();
 }
 
 int main(int argc, char** argv) {
