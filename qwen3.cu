@@ -53,6 +53,7 @@
 #include "model/context.h"
 #include "model/dropout.h"
 #include "model/formats.h"
+#include "model/gpu_ops.h"
 #include "model/instances.h"
 #include "model/kv_cache.h"
 #include "model/sampling.h"
@@ -187,7 +188,7 @@ template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, 
     const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
     const Dropout* d = W.adapter.dropout;
     if (!d) return value;
-    const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1;
+    const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1; // a bit for each of 8 i
     return kept ? value * (1 / (1 - (acc<T>)d->p)) : 0;
 }
 
@@ -306,24 +307,32 @@ void embed(acc<T>* x,              // (N,C) out
 
 constexpr int MAX_HEAD = 512; // the largest D; model/model_file.cpp refuses more
 
+// The views of attention's ops.
+struct HeadShape { // H, K, D of the notation; eps of the heads' norms
+    int H, K, D;
+    float eps = 0;
+};
+template <class T> struct LayerCache { T *keys, *values; }; // (pages, K, 16, D) each: one layer of a KVCache
+template <class T> struct HeadNorms {
+    const T *q, *k;     // (D) weights of the heads' norms
+    const acc<T>* rope; // (positions, D/2, 2) cosine and sine
+};
+
 // ---- qknorm_rope_kv: each q and k head of a token is RMS-normalised. Then RoPE rotates its planes (i, i + D/2) by the
 // angles of fill_rope (Su et al., "RoFormer", 2021). The rotated k, and v as it is, go to the cache.
 template <class T>
-void qknorm_rope_kv(T* q,               // (N,HD) out
-                    T* keys,            // (pages, K, 16, D) one layer's cache, out
-                    T* values,          // the same, out
-                    const T* qkv,       // (N,(H+2K)D)
-                    const T* q_weight,  // (D)
-                    const T* k_weight,  // (D)
-                    const acc<T>* rope, // (positions, D/2, 2) cosine and sine
-                    const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_kv(T* q,                       // (N,HD) out
+                    const LayerCache<T>& cache, // out
+                    const T* qkv,               // (N,(H+2K)D)
+                    const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
         const T* row = qkv + (size_t)n * (H + 2 * K) * D;
-        const acc<T>* angle = rope + (size_t)b.pos[n] * D;
+        const acc<T>* angle = norms.rope + (size_t)b.pos[n] * D;
         auto norm_rope = [&](T* out, const T* head, const T* w) {
-            const acc<T> r = rms_factor(head, D, eps);
+            const acc<T> r = rms_factor(head, D, shape.eps);
             for (int i = 0; i < D / 2; i++) {
                 const acc<T> u = to_acc(head[i]) * r * to_acc(w[i]);
                 const acc<T> v = to_acc(head[i + D / 2]) * r * to_acc(w[i + D / 2]);
@@ -332,12 +341,12 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
                 out[i + D / 2] = to_stored<T>(v * cosine + u * sine);
             }
         };
-        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
+        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, norms.q);
         for (int h = 0; h < K; h++) {
             T key[MAX_HEAD];
-            norm_rope(key, row + (H + h) * D, k_weight);
-            store_kv(keys, b.fp8, b.slot[n], h, key, K, D);
-            store_kv(values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
+            norm_rope(key, row + (H + h) * D, norms.k);
+            store_kv(cache.keys, b.fp8, b.slot[n], h, key, K, D);
+            store_kv(cache.values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
@@ -345,12 +354,11 @@ void qknorm_rope_kv(T* q,               // (N,HD) out
 // ---- attention: out[n][h] = sum_m p_m v_m, p = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n] of
 // n's sequence; query head h reads key/value head h / G.      (Vaswani et al., "Attention is all you need", 2017)
 template <class T>
-void attention(T* out,          // (N,HD) out
-               acc<T>* lse,     // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
-               const T* q,      // (N,HD)
-               const T* keys,   // (pages, K, 16, D) one layer's cache
-               const T* values, // the same
-               const Batch& b, int H, int K, int D) {
+void attention(T* out,     // (N,HD) out
+               acc<T>* lse, // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
+               const T* q,  // (N,HD)
+               const LayerCache<T>& cache, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(dynamic)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
@@ -358,12 +366,12 @@ void attention(T* out,          // (N,HD) out
         std::vector<acc<T>> p(length), mix(D); // p[m]: the score of key m, then e^(score - top); mix: sum_m p[m] v_m
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
-            auto at = [&](const T* cache, int m) {
-                return KVRow<T>(cache, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
+            auto row_of = [&](const T* rows, int m) { // the D numbers of position m (model/kv_cache.h)
+                return KVRow<T>(rows, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
             };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
             for (int m = 0; m < length; m++) { // first pass: scores and the largest of them
-                const KVRow<T> key = at(keys, m);
+                const KVRow<T> key = row_of(cache.keys, m);
                 p[m] = 0;
                 for (int i = 0; i < D; i++) p[m] += to_acc(query[i]) * key[i];
                 p[m] /= std::sqrt((acc<T>)D);
@@ -371,7 +379,7 @@ void attention(T* out,          // (N,HD) out
             }
             std::fill(mix.begin(), mix.end(), 0);
             for (int m = 0; m < length; m++) { // second pass: exponentials, their sum, the weighted sum of values
-                const KVRow<T> value = at(values, m);
+                const KVRow<T> value = row_of(cache.values, m);
                 p[m] = std::exp(p[m] - top);
                 sum += p[m];
                 for (int i = 0; i < D; i++) mix[i] += p[m] * value[i];
@@ -384,18 +392,14 @@ void attention(T* out,          // (N,HD) out
 
 // ---- attend: from qkv to the input of o: qknorm_rope_kv, then attention
 template <class T>
-void attend(T* out,             // (N,HD) out
-            acc<T>* lse,        // (N,H) out, or null
-            T* q,               // (N,HD) out: q after norm and RoPE
-            T* keys,            // (pages, K, 16, D) one layer's cache, out
-            T* values,          // the same, out
-            const T* qkv,       // (N,(H+2K)D)
-            const T* q_weight,  // (D)
-            const T* k_weight,  // (D)
-            const acc<T>* rope, // (positions, D/2, 2)
-            const Batch& b, int H, int K, int D, float eps) {
-    qknorm_rope_kv(q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
-    attention(out, lse, q, keys, values, b, H, K, D);
+void attend(T* out,                     // (N,HD) out
+            acc<T>* lse,                // (N,H) out, or null
+            T* q,                       // (N,HD) out: q after norm and RoPE
+            const LayerCache<T>& cache, // in and out
+            const T* qkv,               // (N,(H+2K)D)
+            const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    qknorm_rope_kv(q, cache, qkv, norms, b, shape);
+    attention(out, lse, q, cache, b, shape);
 }
 
 // =========================================================================================================== 4 forward
@@ -407,6 +411,7 @@ struct Config {
     double rope_theta;
     bool tied;                   // the head's matrix is the embedding's
     std::vector<int> end_tokens; // any of them ends an answer
+    HeadShape heads() const { return {H, K, D, eps}; }
 };
 
 template <class T> struct Layer {
@@ -414,6 +419,7 @@ template <class T> struct Layer {
     const T *q_norm, *k_norm;    // (D)
     Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
     Linear<T> gate_up, down;     // (2F, C), (C, F)
+    HeadNorms<T> norms(const acc<T>* rope) const { return {q_norm, k_norm, rope}; }
 };
 
 struct ModelFile; // model/model_file.h
@@ -425,10 +431,9 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // memory of the tensors that are not used in the mapped file
     Arena gpu;                   // after `upload`: all weights, in the GPU's memory
 
-    // Reads a checkpoint (model/weights.cpp). A tensor that the file stores as T is used in place, and an INT8 matrix
-    // stays INT8. Other tensors are converted to T. `made`: every matrix becomes INT8; or the matrices of the layers
-    // become FP8. With `packed` a quantised matrix keeps its format if Linear has it, else it becomes INT8. Norms are
-    // always T.
+    // Reads a checkpoint: model/weights.cpp, where its tensors are used in place or converted to T. made: every matrix
+    // becomes INT8; or those of the layers become FP8. packed: a quantised matrix keeps its format if Linear has it,
+    // else it becomes INT8.
     explicit Weights(const ModelFile& file, Format made = Format::PLAIN, bool packed = false);
     Weights() = default; // for lab/decode, which fills it
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
@@ -470,11 +475,12 @@ template <class T> struct KVCache {
     static size_t block_bytes(const Config& c, bool fp8); // of a page and head
     static size_t bytes(const Config& c, size_t pages, bool fp8 = false);
     Batch of(Batch b) const { return b.fp8 = fp8, b; } // the batch with this cache's format
+    LayerCache<T> layer(int l) const { return {keys + l * layer_size, values + l * layer_size}; }
 };
 
 // RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
-// is a template on T and has a variable `ctx`. op_cpu and op_gpu are declared at the end of Book I; the compiler finds
-// them by the type of `ctx` (argument-dependent lookup).
+// is a template on T and has a variable `ctx`. cpu/ops.h and model/gpu_ops.h declare op_cpu and op_gpu; the compiler
+// finds them by the type of `ctx` (argument-dependent lookup).
 #if defined(QWEN3_PLAIN) || defined(QWEN3_PORTABLE)
 template <class T> constexpr bool HAS_CPU = false;
 #else
@@ -490,11 +496,10 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
 // One layer: s.in to s.out.
 template <class T>
 void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
-                   typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
+                   typename Activations<T>::PerLayer& s, const LayerCache<T>& cache, const acc<T>* rope) {
     const int N = b.N;
     RUN(norm_linear, s.qkv, s.norm1, s.in, layer.norm1, layer.qkv, N, c.eps);
-    RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, c.H, c.K, c.D,
-        c.eps);
+    RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, layer.norms(rope), b, c.heads());
     RUN(linear_add, s.mid, s.in, s.attention, layer.o, N);
     RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
     RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
@@ -507,16 +512,14 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& ba
     const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
-    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++) {
-        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        layer_forward(ctx, c, w.layers[l], b, a.layer[l], keys, values, rope);
-    }
+    for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++)
+        layer_forward(ctx, c, w.layers[l], b, a.layer[l], kv.layer(l), rope);
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
 }
 
 // ========================================================================================================== 5 generate
 
-// Continues a prompt on the CPU: up to `most` new ids, without the end token. Only ids below `exist` are drawn, by
+// Continues a prompt on the CPU: up to `most` new ids, without the end token. Only ids below `exist` are sampled, by
 // `sample` of model/sampling.h. (model/session.h has GPUs, a cache that stays, penalties and stop strings.)
 template <class T>
 std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, std::vector<int> ids, size_t most,
@@ -576,25 +579,28 @@ void cross_entropy(acc<T>* loss,      // (R) out
     }
 }
 
+// The R rows of a batch that have a loss, and the weight of each in the loss that is trained: by[r] scale.
+template <class A> struct LossRows {
+    const int *rows, *target; // (R)
+    A scale;
+    const A* by;              // (R), or null: 1
+    int R;
+};
 // ---- head_loss: logits[r] = W x[rows[r]], then cross_entropy. factor[r] dlogits[r] is the gradient of by[r] scale
 // loss[r] with respect to logits[r]. The factor is separate since a GPU knows a row's softmax sum only after it has
 // written the row.
 template <class T>
-void head_loss(acc<T>* loss,      // (R) out
-               T* dlogits,        // out, or null: as cross_entropy's
-               acc<T>* factor,    // (R) out
-               acc<T>* logits,    // (R,V) out; become dlogits
-               T* picked,         // (R,C) out: rows of x
-               acc<T>*,           // (R, V / 64 rounded up + 1, 2) scratch of head_loss_gpu
-               const T* x,        // (N,C) after the final norm
-               const int* rows,   // (R)
-               const int* target, // (R)
-               acc<T> scale,
-               const acc<T>* by,  // (R) weights of the losses, or null: 1
-               const Linear<T>& W, int R) {
-    head(logits, picked, x, rows, W, R);
-    cross_entropy(loss, dlogits, logits, target, scale, R, W.out());
-    for (int r = 0; r < R; r++) factor[r] = by ? by[r] : 1;
+void head_loss(acc<T>* loss,   // (R) out
+               T* dlogits,     // out, or null: as cross_entropy's
+               acc<T>* factor, // (R) out
+               acc<T>* logits, // (R,V) out; become dlogits
+               T* picked,      // (R,C) out: rows of x
+               acc<T>*,        // (R, V / 64 rounded up + 1, 2) scratch of head_loss_gpu
+               const T* x,     // (N,C) after the final norm
+               const LossRows<acc<T>>& of, const Linear<T>& W) {
+    head(logits, picked, x, of.rows, W, of.R);
+    cross_entropy(loss, dlogits, logits, of.target, of.scale, of.R, W.out());
+    for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
 }
 
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
@@ -764,17 +770,16 @@ void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
 // dv and dk also sum over the G query heads that read the KV head. p is computed again from lse. The batch holds whole
 // sequences, from position 0 on, so a sequence's first row is n - pos[n]. (In the code m is a row of the batch.) The
 // cache holds T, not FP8. Spare rows come last; their gradients are zero, because weight gradients sum over all rows.
+template <class T> struct Attended { // attention's q, out and lse
+    const T *q, *out;  // (N,HD)
+    const acc<T>* lse; // (N,H)
+};
 template <class T>
-void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
-                        const T* dout,     // (N,HD)
-                        const T* q,        // (N,HD)
-                        const T* keys,     // (pages, K, 16, D) one layer's cache
-                        const T* values,   // the same
-                        const T* out,      // (N,HD) of attention
-                        const acc<T>* lse, // (N,H) of attention
-                        const Batch& b, int H, int K, int D,
+void attention_backward(T* dqkv,       // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
+                        const T* dout, // (N,HD)
+                        const Attended<T>& of, const LayerCache<T>& cache, const Batch& b, const HeadShape& shape,
                         acc<T>* delta) { // (N,H) scratch
-    const int G = H / K, width = (H + 2 * K) * D;
+    const int H = shape.H, K = shape.K, D = shape.D, G = H / K, width = (H + 2 * K) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
     auto dot = [&](const T* u, const T* v) {
         acc<T> sum = 0;
@@ -787,17 +792,17 @@ void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q an
         for (int n = 0; n < b.N; n++)
             for (int h = kv * G; h < (kv + 1) * G && b.seq[n] >= 0; h++) {
                 const size_t row = (size_t)n * H + h;
-                const T *query = q + row * D, *d = dout + row * D;
+                const T *query = of.q + row * D, *d = dout + row * D;
                 acc<T>* to = &dq[((size_t)n * G + h % G) * D];
-                delta[row] = dot(d, out + row * D);
+                delta[row] = dot(d, of.out + row * D);
                 for (int m = n - b.pos[n]; m <= n; m++) { // the rows of n's sequence up to n
                     const size_t at = kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D);
-                    const acc<T> p = std::exp(dot(query, keys + at) * scale - lse[row]);
-                    const acc<T> ds = p * (dot(d, values + at) - delta[row]);
+                    const acc<T> p = std::exp(dot(query, cache.keys + at) * scale - of.lse[row]);
+                    const acc<T> ds = p * (dot(d, cache.values + at) - delta[row]);
                     for (int i = 0; i < D; i++) {
                         dv[(size_t)m * D + i] += p * to_acc(d[i]);
                         dk[(size_t)m * D + i] += ds * to_acc(query[i]) * scale;
-                        to[i] += ds * to_acc(keys[at + i]) * scale;
+                        to[i] += ds * to_acc(cache.keys[at + i]) * scale;
                     }
                 }
             }
@@ -815,21 +820,19 @@ void attention_backward(T* dqkv,           // (N,(H+2K)D) out: gradients of q an
 // ---- qknorm_rope: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
 // out = (a cos - b sin, b cos + a sin)
 // The gradient is rotated by the opposite angle. Then it goes through the norm, as in rmsnorm_backward.
+template <class T> struct HeadNormGradients { acc<T> *q, *k; }; // (D) += of the norms' weights, or both null
 template <class T>
-void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
-                          acc<T>* dq_weight,  // (D) +=, or null
-                          acc<T>* dk_weight,  // (D) +=, or null
-                          const T* qkv,       // (N,(H+2K)D) before norm and RoPE
-                          const T* q_weight,  // (D)
-                          const T* k_weight,  // (D)
-                          const acc<T>* rope, // (positions, D/2, 2)
-                          const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_backward(T* dqkv,      // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
+                          const HeadNormGradients<T>& dnorms,
+                          const T* qkv, // (N,(H+2K)D) before norm and RoPE
+                          const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     for (int n = 0; n < b.N; n++)
         for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
             const size_t at = ((size_t)n * (H + 2 * K) + h) * D;
-            const T *x = qkv + at, *w = h < H ? q_weight : k_weight;
-            acc<T>* dw = h < H ? dq_weight : dk_weight;
-            const acc<T> r = rms_factor(x, D, eps), *angle = rope + (size_t)b.pos[n] * D;
+            const T *x = qkv + at, *w = h < H ? norms.q : norms.k;
+            acc<T>* dw = h < H ? dnorms.q : dnorms.k;
+            const acc<T> r = rms_factor(x, D, shape.eps), *angle = norms.rope + (size_t)b.pos[n] * D;
             acc<T> dy[MAX_HEAD], sum = 0; // dy: the gradient of the norm's output
             for (int i = 0; i < D / 2; i++) {
                 const acc<T> u = to_acc(dqkv[at + i]), v = to_acc(dqkv[at + i + D / 2]);
@@ -847,23 +850,15 @@ void qknorm_rope_backward(T* dqkv,            // (N,(H+2K)D) in and out: dq and 
 
 // ---- attend: attention_backward, then qknorm_rope_backward. q, keys and values are those of attend.
 template <class T>
-void attend_backward(T* dqkv,            // (N,(H+2K)D) out
-                     acc<T>* dq_weight,  // (D) +=, or null
-                     acc<T>* dk_weight,  // (D) +=, or null
-                     const T* dout,      // (N,HD)
-                     const T* q,         // (N,HD)
-                     const T* keys,      // (pages, K, 16, D) one layer's cache
-                     const T* values,    // the same
-                     const T* out,       // (N,HD) of attend
-                     const acc<T>* lse,  // (N,H) of attend
-                     const T* qkv,       // (N,(H+2K)D) before norm and RoPE
-                     const T* q_weight,  // (D)
-                     const T* k_weight,  // (D)
-                     const acc<T>* rope, // (positions, D/2, 2)
-                     const Batch& b, int H, int K, int D, float eps,
+void attend_backward(T* dqkv,       // (N,(H+2K)D) out
+                     const HeadNormGradients<T>& dnorms,
+                     const T* dout, // (N,HD)
+                     const Attended<T>& of, const LayerCache<T>& cache,
+                     const T* qkv,  // (N,(H+2K)D) before norm and RoPE
+                     const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape,
                      acc<T>* delta) { // (N,H) scratch
-    attention_backward(dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta);
-    qknorm_rope_backward(dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+    attention_backward(dqkv, dout, of, cache, b, shape, delta);
+    qknorm_rope_backward(dqkv, dnorms, qkv, norms, b, shape);
 }
 
 // ---- embed: x[n] = W[token[n]]
@@ -976,13 +971,14 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
                    const int* target, // (R)
                    acc<T> scale, int N, int R,
                    const acc<T>* by = nullptr) { // (R) weights of the losses; null: 1
-    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T)); // numbers between two rows of dlogits
+    // Numbers from one row of dlogits to the next: rows begin where those of the logits did; on a GPU they are packed.
+    const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T));
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
     for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r);
-        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, rows + r, target + r, scale,
-            by ? by + r : nullptr, w.head, n);
+        const LossRows<acc<T>> of = {rows + r, target + r, scale, by ? by + r : nullptr, n};
+        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, of, w.head);
         if (!g) continue;
         if (g->head) { // the factor goes to the rows of x, which are shorter than those of dlogits
             RUN(scale_rows, d.picked, (size_t)c.C, d.factor, n, c.C);
@@ -998,7 +994,7 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
 template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
-    const int N = b.N, C = c.C, H = c.H, K = c.K, D = c.D;
+    const int N = b.N, C = c.C;
     auto input_gradient = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
         RUN(linear_backward_input, dx, d.h, to.B, dy, W, N);
     };
@@ -1014,8 +1010,9 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         const Layer<T>& layer = w.layers[l];
         auto& s = a.layer[l];
         const auto& grads = g.layer[l];
-        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        if (a.recompute) layer_forward(ctx, c, layer, b, s, keys, values, rope);
+        const LayerCache<T> cache = kv.layer(l);
+        const HeadNorms<T> norms = layer.norms(rope);
+        if (a.recompute) layer_forward(ctx, c, layer, b, s, cache, rope);
         // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
         RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y, s.gate_up,
             layer.down, N);
@@ -1027,9 +1024,9 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         input_gradient(d.attention, grads.o, d.y, layer.o);
         weight_gradients(grads.o, d.y, s.attention, layer.o);
         if (!a.ample) // q, keys and values of this layer were not kept
-            RUN(qknorm_rope_kv, s.q, keys, values, s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps);
-        RUN(attend_backward, d.qkv, grads.q_norm, grads.k_norm, d.attention, s.q, keys, values, s.attention, s.lse,
-            s.qkv, layer.q_norm, layer.k_norm, rope, b, H, K, D, c.eps, d.delta);
+            RUN(qknorm_rope_kv, s.q, cache, s.qkv, norms, b, c.heads());
+        RUN(attend_backward, d.qkv, {grads.q_norm, grads.k_norm}, d.attention, {s.q, s.attention, s.lse}, cache, s.qkv,
+            norms, b, c.heads(), d.delta);
         input_gradient(d.normed, grads.qkv, d.qkv, layer.qkv);
         RUN(rmsnorm_backward, d.x, d.y, s.norm1, grads.norm1, d.normed, s.in, layer.norm1, N, C, c.eps);
         weight_gradients(grads.qkv, d.qkv, s.norm1, layer.qkv);
@@ -1044,204 +1041,17 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
 #include "cpu/ops.h"
 #endif
 
-// ---- Sampling on a GPU: parameters, and the destination of the sampled tokens.
-struct Draw {
-    Sampling how;
-    int exist; // only ids below may be drawn
-};
-
-// The destination of sampled tokens, and the batch of the next step.
-struct DrawState {
-    int *token, *pos, *slot; // (R) of the token just sampled, out; pos: in, the position of the token before
-    const int *seq, *pages;  // (R), (., max_pages)
-    int max_pages;
-    uint32_t* seen;          // (sequences, V) or null
-    volatile int* ring;      // (R, ring_size) in the host's memory, or null: id + 1 of the token at each position
-    int ring_size;
-    int* last;               // (sequences) last sampled token, or null
-};
-
-// How a product's rows are distributed: `rows` neighbours at a time to its blocks in turn, the first ones to block
-// `shift`. blocks 0: no record.
-struct RowsDealt {
-    int blocks = 0, rows = 0, shift = 0;
-};
-
-// A step of up to `most` tokens as one kernel (gpu/step/), if there is one: see Optional::one_kernel.
-inline constexpr int STEP_TOKENS = 8; // `most` at most
-struct OneKernelStep {
-    int most = 1;
-    virtual ~OneKernelStep() = default;
-    // The batch and its cache; logits go to `logits`, each block's likeliest id to `best`.
-    virtual void use(const Batch& batch, const KVCache<bf16>& cache, const float* rope, float* logits, const Draw* draw,
-                     unsigned long long* best) = 0;
-    // greedy: the kernel itself samples, to `next`. seen: counts for the penalties, or null.
-    virtual void draw_to(bool greedy, const DrawState& next, const uint32_t* seen) = 0;
-    virtual void launch_step() = 0;             // on the context's stream; part of a graph, if one is being recorded
-    virtual RowsDealt dealt() const = 0;        // the head's rows
-    virtual const uint32_t* steps() const = 0;  // how many were computed, in the GPU's memory
-    virtual void check() const = 0;             // throws Error if a block's wait timed out
-};
-
-// The likeliest id of each of the head's blocks: an array of this size.
-inline constexpr int BEST_BLOCKS = 1024;
-// Groups of ids in the sampler: the ids of four of its threads, or of some of the head's blocks.
-inline constexpr int DRAW_GROUPS = 256;
-
-// ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op, which documents their shapes.
-// No launcher waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
-void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
-void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
-// h of W's adapter. made: its dropout masks are already computed.
-void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
-void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
-void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N);
-void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
-                     int N, float eps);
-// Rows from `first` on; the same for attention_gpu.
-void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
-                        int first = 0);
-void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
-                   const Batch& b, int H, int K, int D, int first = 0);
-void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
-                const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D,
-                float eps);
-void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
-                            const Linear<bf16>& W, int N, float eps);
-void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
-void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C); // head's first half
-
-// Backward
-void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
-                   const bf16* x, const int* rows, const int* target, float scale, const float* by,
-                   const Linear<bf16>& W, int R);
-void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
-void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
-void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
-                       const int* rows, const Linear<bf16>& W, int R);
-void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
-                          const bf16* w, int N, int C, float eps);
-void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
-                               int N);
-void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
-                                int in);
-void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
-                                const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
-void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);
-void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
-                            const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K, int D,
-                            float* delta);
-void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
-                              const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H,
-                              int K, int D, float eps);
-void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout, const bf16* q,
-                         const bf16* keys, const bf16* values, const bf16* out, const float* lse, const bf16* qkv,
-                         const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
-                         int D, float eps, float* delta);
-void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
-void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
-void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
-               const AdamW& a);
-
-// Sampler
-// The logits of up to 16 rows of x, with the penalties of `draw` and `seen`; and the likeliest id of each block, to
-// `best`. Returns the distribution of W's rows to blocks.
-RowsDealt draw_head_gpu(Context& ctx,
-                        float* logits,            // (R,V) out
-                        const Draw* draw,         // (R)
-                        const uint32_t* seen,     // (R,V), or null: no penalties
-                        unsigned long long* best, // (R, BEST_BLOCKS) out
-                        const bf16* x,            // (., C)
-                        const int* rows,          // (R)
-                        const Linear<bf16>& W, int R);
-// Book I's `sample`, and the next step's batch. early: it may start before the previous kernel has ended.
-void sample_gpu(Context& ctx, bool early,
-                const float* logits,            // (R,V)
-                size_t V,
-                const Draw* draws,              // (R)
-                const unsigned long long* best, // (R, BEST_BLOCKS) of draw_head_gpu, or null
-                const RowsDealt& dealt,         // ... its return value
-                const DrawState& state, int R);
-// Book I's `likeliest`.
-void likeliest_gpu(Context& ctx,
-                   Likeliest* out,      // (R)
-                   const float* logits, // (R,V)
-                   size_t V, int exist,
-                   const int* seq,      // (R) -1: a spare row
-                   const int* wanted,   // by seq: how many ids; -1: the row is left alone
-                   int R);
-
-
-// Scratch
-// Allocates scratch for products; or for forwards of up to `rows` rows and `singles` sequences of one token, of up to
-// `context` tokens in `pages` pages. From then on the context has a Gpu of its own.
-void plan_scratch(Context& ctx, Arena& arena);
-void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages);
-// Numbers of scratch that attention needs: for this number of sequences of one token, or for any others.
-size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D);
-size_t widened_numbers(const Config& c, size_t pages); // of a layer's FP8 cache as bf16
-// Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
-// cost little.
-int splits_for_graph(int position, int context);
-
-// Compiled once, in the object of this file.
-#ifdef QWEN3_LIBRARY
-#define BOOK_I_INSTANCE template
-#else
-#define BOOK_I_INSTANCE extern template
-#endif
-#define BOOK_I_INSTANCES(T) \
-    BOOK_I_INSTANCE void layer_forward(Context&, const Config&, const Layer<T>&, const Batch&, \
-                                       typename Activations<T>::PerLayer&, T*, T*, const acc<T>*); \
-    BOOK_I_INSTANCE void forward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, \
-                                 KVCache<T>&, const acc<T>*); \
-    BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
-                                       const Gradients<T>*, acc<T>*, const int*, const int*, acc<T>, int, int, \
-                                       const acc<T>*); \
-    BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
-                                  const Gradients<T>&, KVCache<T>&, const acc<T>*);
 #ifndef QWEN3_PLAIN
-QWEN3_INSTANCES(BOOK_I_INSTANCES)
+QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 #endif
 
 // ###################################################### Book II ######################################################
-// Kernels and launchers. Suites also compile some of the kernels for a CPU and run them there (tests/emulate).
+// Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Suites also
+// compile some of the kernels for a CPU and run them there (tests/emulate).
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
 #ifdef __CUDACC__
-
-// Kernels and launchers are compiled once. A portable object of this file has all of them. Otherwise it has those
-// without an optional counterpart; the rest is divided among sources in gpu/, which define QWEN3_PART, so that they
-// compile at the same time.
-#define PART_TEXT 1
-#define PART_LINEAR 2
-#define PART_LINEAR_ADD 3
-#define PART_SWIGLU 4
-#define PART_HEAD 5
-#define PART_PROMPT 6
-#define PART_DECODE 7
-#define PART_BACKWARD_ATTENTION 8
-#define PART_BACKWARD_LINEAR 9
-#define PART_BACKWARD_SWIGLU 10
-#define PART_LOSS 11
-#define PART_WEIGHT 12
-#define PART_LORA_UP 13
-#define PART_LORA 14
-#define PART_ATTEND 15
-#define PART_DRAWS 16
-#define PART_DRAW_HEAD 17
-#define PART_NORMS_BACKWARD 18
-#if defined(QWEN3_EVERY_PART) || (defined(QWEN3_LIBRARY) && defined(QWEN3_PORTABLE))
-#define COMPILED(part) 1
-#elif defined(QWEN3_PART)
-#define COMPILED(part) (QWEN3_PART == part)
-#elif defined(QWEN3_LIBRARY)
-#define COMPILED(part) (part == PART_TEXT)
-#else
-#define COMPILED(part) 0
-#endif
 
 // ========================================================================================================== 8 Toolbox
 // Errors, launches, and the instructions that kernels are made of, each wrapped once under its name in the PTX ISA.
@@ -1326,17 +1136,6 @@ template <class... P, class... A>
 void launch(Context& ctx, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
     launch_kernel(ctx, ctx.gpu->overlap, kernel, grid, threads, shared, args...);
 }
-// Records the launches of f as a graph that can be launched many times.
-template <class F> cudaGraphExec_t record_graph(Context& ctx, F f) {
-    cudaGraph_t recorded;
-    cudaGraphExec_t graph;
-    CUDA_CHECK(cudaStreamBeginCapture(ctx.gpu->stream, cudaStreamCaptureModeThreadLocal));
-    f();
-    CUDA_CHECK(cudaStreamEndCapture(ctx.gpu->stream, &recorded));
-    CUDA_CHECK(cudaGraphInstantiate(&graph, recorded, 0));
-    cudaGraphDestroy(recorded);
-    return graph;
-}
 
 // griddepcontrol (PTX ISA, "Parallel Synchronization and Communication Instructions")
 __device__ inline void wait_for_previous() {
@@ -1379,7 +1178,6 @@ __device__ inline uint32_t pack_e4m3(float first, float second) { // the first i
     return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
 #endif
 }
-
 __device__ inline void store_one(float* to, float y) { *to = y; }
 __device__ inline void store_one(bf16* to, float y) { *to = round_bf16(y); }
 __device__ inline void store_four(float* to, const float4& y) { *(float4*)to = y; }
@@ -1395,35 +1193,28 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-
 // d += a b for 32 numbers of `in`. Lane 4 g + t holds eight of them, of tokens g (a0), g + 8 (a1) and of row g of W.
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
 }
-
 // a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
 __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-
 // x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
-
 // Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. In mma's layout, or
 // transposed.
-#define LDMATRIX(name) \
-    asm volatile(name " {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address))
-__device__ inline void ldmatrix(uint32_t (&m)[4], uint32_t address) {
-    LDMATRIX("ldmatrix.sync.aligned.m8n8.x4.shared.b16");
-}
-__device__ inline void ldmatrix_transposed(uint32_t (&m)[4], uint32_t address) {
-    LDMATRIX("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16");
-}
+#define LDMATRIX(name, ptx) \
+    __device__ inline void name(uint32_t (&m)[4], uint32_t address) { \
+        asm volatile(ptx " {%0,%1,%2,%3}, [%4];" : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address)); \
+    }
+LDMATRIX(ldmatrix, "ldmatrix.sync.aligned.m8n8.x4.shared.b16")
+LDMATRIX(ldmatrix_transposed, "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
 #undef LDMATRIX
-
 // 16 bytes from global to shared memory, asynchronously; zeros if not `there`.
 __device__ inline void copy_async(uint32_t shared, const void* global, bool there) {
     const int bytes = there ? 16 : 0;
@@ -1439,21 +1230,31 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int YOUNGER> __device__ inline void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(YOUNGER) : "memory");
 }
-
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+// A ring of STAGES stages in shared memory, which cp.async fills: use(i) computes with one while copies to the others
+// are in flight, for i = from, from + EACH, .. below `to`. copy(i) starts the copies of i; past the end it starts none,
+// or copies zeros. The caller has started those of the first STAGES - 1, a group each.
+template <int STAGES, int EACH = 1, class Copy, class Use>
+__device__ __forceinline__ void walk_ring(int from, int to, Copy copy, Use use) {
+    for (int i = from; i < to; i += EACH) {
+        wait_for_copies<STAGES - 2>(); // this thread's copies of i are complete
+        __syncthreads(); // ... all threads' are; and all have left the stage before it, which the next copies overwrite
+        copy(i + (STAGES - 1) * EACH);
+        commit_copies();
+        use(i);
+    }
+}
 inline constexpr float LOG2E = 1.44269504f;
 __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for -infinity
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
 __device__ inline float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-
 // Over the four lanes of a quad, which hold a row of mma's d between them; for all four.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -1477,7 +1278,6 @@ __device__ __forceinline__ float4 four_columns(const float (&even)[4], const flo
                                                uint32_t lanes = ~0u) {
     return four_columns(make_float2(even[2 * h], even[2 * h + 1]), make_float2(odd[2 * h], odd[2 * h + 1]), lanes);
 }
-
 // The sum over a block, in one order, for all its threads.
 template <class N> __device__ inline N block_sum(N x) {
     __shared__ N parts[32];
@@ -1514,175 +1314,10 @@ template <int THREADS = 0> __device__ inline bool last_to_arrive(int* arrived, i
 // ---- Optional speed. Book II is complete without gpu/. If gpu/ may have a faster kernel, or a format that Book II
 // lacks (packed weights, FP8 activations), the launcher calls Optional first. If that does nothing (false, 0, no
 // blocks), Book II's own kernel follows. A portable build has no optional kernels; else gpu/ defines these functions.
-struct TileArgs;
-struct AttentionArgs;
-struct AttentionBackward;
 #ifdef QWEN3_PORTABLE
-struct Optional {
-    template <class... A> static bool embed(A&&...) { return false; }
-    template <class... A> static RowsDealt few(A&&...) { return {}; }
-    template <class... A> static bool many(A&&...) { return false; }
-    template <class... A> static bool norm_many(A&&...) { return false; }
-    template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
-    template <class... A> static bool weight_gradient(A&&...) { return false; }
-    template <class Use> static void weights(Context&, const Linear<bf16>& W, Use use) { use(W.w[0]); }
-    template <class Use> static void parts(Context&, const Linear<bf16>& W, bool columns, Use use) {
-        use(0, columns ? W.in : W.out(), W.w[0]);
-    }
-    template <class... A> static bool packed_rows(A&&...) { return false; }
-    template <class... A> static int attention(A&&...) { return 0; }
-    template <class... A> static bool attention_backward(A&&...) { return false; }
-    template <class... A> static bool lora_up(A&&...) { return false; }
-    template <class... A> static void plan(A&&...) {}
-    template <class... A> static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, A&&...) {
-        if (ctx.one_kernel > Context::WHERE_FASTER)
-            fprintf(stderr, "--one-kernel: a portable build has none; a token is a graph of kernels\n");
-        return nullptr;
-    }
-    static constexpr bool HERE = false;
-};
+#include "model/portable.h"
 #else
-struct Optional {
-    // embed of a packed table.
-    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
-    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
-    template <class Epilogue>
-    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
-                         int N);
-    // The product of more tokens with packed weights as they are stored. It may round the activations in x.
-    template <class Epilogue>
-    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
-    template <class Epilogue>
-    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
-                          const Linear<bf16>& W, int N, float eps);
-    // A product by tiles: on Hopper.
-    template <bool X_COLS, bool W_COLS, class Epilogue>
-    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
-    // linear_backward_weight, where its transposed product takes less time.
-    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
-    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
-    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
-    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
-    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k, W.in) reads RUN numbers of row r from k on.
-    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
-    // attention of prompts, for heads of D numbers: the number of splits of the keys.
-    static int attention(Context& ctx, const AttentionArgs& p, int D);
-    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
-    // dh and dB of an adapter, see lora_up_backward.
-    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
-    // Scratch of forwards of up to `rows` rows.
-    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
-    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, less
-    // `spoken_for`.
-    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
-                                                     size_t share = 2, size_t spoken_for = 0);
-    static constexpr bool HERE = true; // gpu/ is part of this build
-};
-#endif
-
-#if COMPILED(PART_TEXT)
-// ---- Memory of a GPU (base/arena.h, model/context.h)
-void* gpu_allocate(size_t bytes, const char* what) {
-    size_t have = 0, all = 0;
-    void* base = nullptr;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    if (bytes > have || cudaMalloc(&base, bytes) != cudaSuccess)
-        DIE("%s needs %.2f GB of GPU memory and %.2f of its %.2f GB are free", what, (double)bytes / 1e9,
-            (double)have / 1e9, (double)all / 1e9);
-    CUDA_CHECK(cudaMemset(base, 0, bytes));
-    CUDA_CHECK(cudaDeviceSynchronize()); // our streams do not wait for the default stream, which clears it
-    return base;
-}
-void gpu_release(void* p) { cudaFree(p); }
-void* gpu_host_allocate(size_t bytes) {
-    void* base = nullptr;
-    CUDA_CHECK(cudaMallocHost(&base, bytes));
-    return base;
-}
-void gpu_host_release(void* p) { cudaFreeHost(p); }
-void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host) {
-    const cudaMemcpyKind kind = to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, ctx.gpu->stream)); // (the CPU's side is not pinned: it is read
-    if (to_host) CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream));     // before this returns)
-}
-void gpu_clear(Context& ctx, void* p, size_t bytes) { CUDA_CHECK(cudaMemsetAsync(p, 0, bytes, ctx.gpu->stream)); }
-size_t gpu_free_memory() {
-    size_t have = 0, all = 0;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    return have;
-}
-size_t gpu_all_memory() {
-    size_t have = 0, all = 0;
-    CUDA_CHECK(cudaMemGetInfo(&have, &all));
-    return all;
-}
-
-// ---- Devices and streams (model/device.h)
-#ifdef HAVE_WGMMA
-__device__ int has_wgmma = 1; // Whether the code that this GPU runs has the instructions of sm_90a.
-#else
-__device__ int has_wgmma = 0;
-#endif
-
-Context open_gpu(int device) {
-    int n = 0, driver = 0, runtime = 0;
-    const cudaError_t e = cudaGetDeviceCount(&n);
-    cudaDriverGetVersion(&driver);
-    cudaRuntimeGetVersion(&runtime);
-    if (driver == 0) DIE("no GPU here: there is no NVIDIA driver");
-    if (e == cudaErrorInsufficientDriver || (e != cudaSuccess && driver / 1000 < runtime / 1000))
-        DIE("the GPU's driver is for CUDA %d.%d, this program needs %d.%d", driver / 1000, driver % 100 / 10,
-            runtime / 1000, runtime % 100 / 10);
-    if (e != cudaSuccess || n == 0)
-        DIE("no GPU here: %s", e == cudaSuccess ? "the driver sees none" : cudaGetErrorString(e));
-    if (device >= n) DIE("no GPU %d here: there %s", device, n == 1 ? "is one" : format("are %d", n).c_str());
-    CUDA_CHECK(cudaSetDevice(device)); // of this thread
-    cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
-    Context ctx;
-    ctx.gpu = std::make_shared<Gpu>();
-    ctx.gpu->sm = properties.major * 10 + properties.minor;
-    if (ctx.gpu->sm < 80) DIE("%s is sm_%d; the kernels need sm_80 (Ampere) or later", properties.name, ctx.gpu->sm);
-    ctx.gpu->sms = properties.multiProcessorCount;
-    ctx.gpu->overlap = ctx.gpu->sm >= 90;
-    int wgmma = 0;
-    CUDA_CHECK(cudaMemcpyFromSymbol(&wgmma, has_wgmma, sizeof wgmma));
-    ctx.gpu->hopper = wgmma && Optional::HERE;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&ctx.gpu->stream, cudaStreamNonBlocking));
-    return ctx;
-}
-
-void check_gpu(const std::string& name, const Config& c, bool logits) {
-    const char* n = name.c_str();
-    if (c.D != 64 && c.D != 128)
-        DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
-    if (c.H / c.K > 128)
-        DIE("%s: %d query heads a key/value head; the GPU's kernels take 128 (--device cpu)", n, c.H / c.K);
-    if (c.C % 8 || c.F % 8 || (c.V % 8 && logits))
-        DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
-            "(--device cpu)", n, c.C, c.F, c.V);
-}
-
-std::string gpu_name(int device) {
-    cudaDeviceProp properties;
-    return cudaGetDeviceProperties(&properties, device) == cudaSuccess ? properties.name : "";
-}
-void gpu_use(int device) { CUDA_CHECK(cudaSetDevice(device)); }
-void gpu_synchronize(const Context& ctx) { CUDA_CHECK(cudaStreamSynchronize(ctx.gpu->stream)); }
-
-Context with_own_stream(const Context& ctx) {
-    Context own = ctx;
-    cudaStream_t stream;
-    CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    own.gpu = std::shared_ptr<Gpu>(new Gpu(*ctx.gpu), [stream](Gpu* gpu) { cudaStreamDestroy(stream), delete gpu; });
-    own.gpu->stream = stream;
-    return own;
-}
-Context with_own_scratch(const Context& ctx) {
-    Context own = ctx;
-    own.gpu = std::make_shared<Gpu>(*ctx.gpu);
-    return own;
-}
+#include "gpu/optional.h"
 #endif
 
 // ==================================================================================================== 9 Small kernels
@@ -1851,52 +1486,7 @@ template <int D> struct WarpHead {
     }
 };
 
-// ---- Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, shifted to bf16's fields, are the number times
-// 2^-120, subnormals too. Two of `word`: `bytes` selects theirs, as in __byte_perm. And eight neighbours.
-__device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
-    const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
-    return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
-}
-__device__ inline uint4 widen_e4m3(const uint2& v) {
-    return {widen_e4m3(v.x, 0x1404), widen_e4m3(v.x, 0x3424), widen_e4m3(v.y, 0x1404), widen_e4m3(v.y, 0x3424)};
-}
-// The rows of a page and head in a layer's FP8 cache (KVRow).
-template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
-    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
-}
-// A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
-template <int D> struct WarpFp8Head {
-    static constexpr int P = D / 64;
-    uint8_t u[P], v[P], byte;
-    __device__ explicit WarpFp8Head(const WarpHead<D>& head) {
-        float largest = 0;
-        bool finite = true;
-        const auto look = [&](float x) {
-            x = fabsf(to_acc(round_bf16(x)));
-            finite &= x < INFINITY, largest = fmaxf(largest, x);
-        };
-        for (int p = 0; p < P; p++) look(head.u[p]), look(head.v[p]);
-        for (int other = 16; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
-        finite = __all_sync(~0u, finite);
-        const int e = kv_exponent(finite ? largest : 0);
-        const auto round = [&](float x) { return float_to_e4m3(ldexpf(to_acc(round_bf16(x)), -e)); };
-        for (int p = 0; p < P; p++) u[p] = round(head.u[p]), v[p] = round(head.v[p]);
-        byte = (uint8_t)(finite ? e + 128 : 0);
-    }
-    __device__ void store(uint8_t* row, uint8_t* exponent) const {
-        for (int p = 0; p < P; p++) {
-            const int i = threadIdx.x % 32 * P + p;
-            row[i] = u[p], row[i + D / 2] = v[p];
-        }
-        if (threadIdx.x % 32 == 0) *exponent = byte;
-    }
-    __device__ void store(bf16* cache, int slot, int head, int K) const {
-        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
-        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
-    }
-};
-// 2^(e - 128); 0 marks a NaN row
-__device__ inline float fp8_factor(int e) { return e ? __uint_as_float((uint32_t)(e - 1) << 23) : NAN; }
+#include "model/fp8_head.h" // WarpFp8Head: the same as a row of an FP8 cache
 
 // Rows of q, k and v, from row `first` on. Blocks of 8 warps, a warp two heads of a token: four loads are in flight
 // before it is known whether the row is spare (one wait instead of two; spare rows store nothing). Bound by memory
@@ -1936,13 +1526,14 @@ __global__ void qknorm_rope_kv_kernel(bf16* q, bf16* keys, bf16* values, const b
 #endif // QWEN3_KERNELS
 #ifdef __CUDACC__
 #if COMPILED(PART_TEXT)
-void qknorm_rope_kv_gpu(Context& ctx, bf16* q, bf16* keys, bf16* values, const bf16* qkv, const bf16* q_weight,
-                        const bf16* k_weight, const float* rope, const Batch& b, int H, int K, int D, float eps,
-                        int first) {
+void qknorm_rope_kv_gpu(Context& ctx, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
+                        const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, int first) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     const int blocks = (int)(((int64_t)(b.N - first) * ((H + 2 * K + 1) / 2) + 7) / 8);
     const auto kernel = b.fp8 ? (D == 128 ? qknorm_rope_kv_kernel<128, true> : qknorm_rope_kv_kernel<64, true>)
                               : D == 128 ? qknorm_rope_kv_kernel<128, false> : qknorm_rope_kv_kernel<64, false>;
-    launch(ctx, kernel, blocks, 256, 0, q, keys, values, qkv, q_weight, k_weight, rope, b, first, H, K, eps);
+    launch(ctx, kernel, blocks, 256, 0, q, cache.keys, cache.values, qkv, norms.q, norms.k, norms.rope, b, first, H, K,
+           shape.eps);
 }
 
 // ---- head's first half: the chosen rows, one after another. A block of 256 threads a row, a thread every 256th
@@ -1960,7 +1551,7 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 #endif
 
 // ========================================================================================================= 10 Products
-// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; `in` is what is summed over.
+// Book I's product, y[n][r] = sum_i x[n][i] W[r][i], for N tokens n and `out` rows r of W; the sum runs over `in`.
 // The blocks of a Linear lie one after another on a GPU (Weights::upload), so W is one matrix. A product of the
 // backward pass has its own `in` and `out`: dx = dy W sums over W's rows, dW = dy^T x over the tokens.
 // Three kernels compute them all: stream_kernel for up to 16 tokens, bound by memory bandwidth, and for more tokens,
@@ -1989,8 +1580,8 @@ struct Epilogue {
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread receives the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel loads early
     static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
-    static constexpr bool MASKS = false;         // `four`'s kernels mask the sums of each module of an adapter
-    static constexpr bool PARTS = false;         // ... and compute the softmax parts of each 64 rows
+    static constexpr bool MASKS = false;         // `four`'s kernels mask an adapter's sums: section 13, Dropout
+    static constexpr bool PARTS = false;         // ... and compute parts of a softmax: section 13, head_loss
     static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
@@ -2002,19 +1593,6 @@ struct Epilogue {
     // that will pass them on; n and r are not past the end.
     __device__ float old(int /* n */, int /* r */) const { return 0; }
     __device__ float4 old_four(int /* n */, int /* r */) const { return {}; }
-    // With MASKS: each `rank` of the further columns belong to a module; its sums are multiplied by `scale` where
-    // `masks` keeps them (r being its number), else left out. These columns come after all others
-    // (TileArgs::more_last).
-    static constexpr DropoutMasks masks = {nullptr, 0, 0};
-    static constexpr int rank = 0;
-    static constexpr float scale = 1;
-    // With PARTS `four` receives w = e^(y - from(n)) of the sums y of token n; part() receives, for rows 64 piece .. 64
-    // piece + 63, the largest y and the sum of w: from one thread, n and 64 piece not past the end. And chosen(n, y) is
-    // called once, with the sum of row chosen_row(n).
-    __device__ float from(int /* n */) const { return 0; }
-    __device__ void part(int /* n */, int /* piece */, float /* largest */, float /* sum */) {}
-    __device__ int chosen_row(int /* n */) const { return -1; }
-    __device__ void chosen(int /* n */, float /* y */) {}
     // tile_kernel, hopper_kernel: all threads, first. If true the kernel does nothing.
     __device__ bool skipped() const { return false; }
 };
@@ -2262,16 +1840,13 @@ template <class Epilogue> RowsDealt stream_product(Context& ctx, const StreamArg
     if (p.N < 1 || p.N > (p.stream ? NORM_TOKENS : STREAM_TOKENS)) DIE("stream_product: %d tokens", p.N);
     if (p.in % 8 || p.out % 8) DIE("stream_product: W is (%d,%d); its kernel takes multiples of 8", p.out, p.in);
     const bool two = PAIR || p.in <= 1024; // a warp has few steps of a short row; two tiles give it as many loads
-    if (p.stream) {
-        if (two) return launch_stream<2, 1, true>(ctx, p, epilogue);
-        if constexpr (!PAIR) return launch_stream<1, 1, true>(ctx, p, epilogue);
-    } else if (p.N <= 8) {
-        if (two) return launch_stream<2, 1, false>(ctx, p, epilogue);
-        if constexpr (!PAIR) return launch_stream<1, 1, false>(ctx, p, epilogue);
-    }
-    if (two) return launch_stream<2, 2, false>(ctx, p, epilogue);
-    if constexpr (!PAIR) return launch_stream<1, 2, false>(ctx, p, epilogue);
-    return {}; // (not reached: PAIR is always two)
+    const auto launch_tiles = [&](auto tiles) {
+        if (p.stream) return launch_stream<tiles, 1, true>(ctx, p, epilogue);
+        if (p.N <= 8) return launch_stream<tiles, 1, false>(ctx, p, epilogue);
+        return launch_stream<tiles, 2, false>(ctx, p, epilogue);
+    };
+    if constexpr (!PAIR) if (!two) return launch_tiles(std::integral_constant<int, 1>());
+    return launch_tiles(std::integral_constant<int, 2>());
 }
 
 // ---- Many tokens. Every product of more than 16 tokens and of the backward pass; for fewer tokens, products with
@@ -2330,15 +1905,14 @@ struct TileArgs {
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: the row's length
     bool early = false;   // few blocks: those of the next kernel may be resident beside them from the start
     int splits = 1;
-    // Set by launch_hopper: stages of the ring; with splits, whether sums that a block receives have their own memory.
+    float* partial = nullptr; // set by plan_tiles: Gpu's
+    int* arrived = nullptr;
+    // For gpu/products/hopper.h: stages of the ring; whether received sums have their own memory; scales of e4m3
+    // operands (see multiply_groups; two e4m3 then count as one number), W's (., groups) and x's (groups, pitch).
     int stages = 0;
     bool apart = false;
-    // Scales of e4m3 operands (see multiply_groups; two e4m3 then count as one number): W's for 128 rows by 128 columns
-    // (., groups), x's for 128 numbers of a token (groups, pitch). Scales past the end may be read.
     const float *x_scale = nullptr, *W_scale = nullptr;
     int pitch = 0;
-    float* partial = nullptr;
-    int* arrived = nullptr;
 };
 
 // The tile of a block, and its steps (stages of `in`).
@@ -2490,115 +2064,16 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
                 mma(sum[i][j], a[i][0], a[i][1], a[i][2], a[i][3], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
     }
 }
-// The main loop: calls multiply(x, w) for the stages of steps from .. to - 1. The copies of the first STAGES - 1 stages
-// are in flight.
-template <class S, bool X_COLS, bool W_COLS, bool PAIR, class Multiply>
-__device__ __forceinline__ void walk_steps(const TileStages<S, X_COLS, W_COLS, PAIR>& stages, int from, int to,
-                                           Multiply multiply) {
-    for (int step = from; step < to; step++) {
-        wait_for_copies<S::STAGES - 2>(); // this thread's copies of this step's stage are complete
-        __syncthreads(); // ... all threads' are; and all have left the stage before it, which the next copies overwrite
-        const int next = step + S::STAGES - 1;
-        if (next < stages.at.last) stages.copy_x(next), stages.copy_w(next);
-        commit_copies();
-        multiply(stages.x_stage(step), stages.w_stage(step));
-    }
-}
 
-// Epilogue::MASKS: the masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
-// of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
-// multiplied: otherwise the compiler loads each just before its use, and waits.
-template <class S> struct KeptWords {
-    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
-    uint2 pairs[3][EACH];
-    template <class Place>
-    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
-        #pragma unroll
-        for (int module = 0; module < 3; module++)
-            #pragma unroll
-            for (int k = 0; k < EACH; k++) {
-                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
-                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
-                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
-                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
-            }
-    }
-    // (A variable index would put a copy of the array into local memory.)
-    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
-        #pragma unroll
-        for (int k = 0; k < EACH; k++)
-            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
-    }
-    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
-    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
-        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
-        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
-        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
-    }
-};
-
-// Epilogue::MASKS: a stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
-// columns at a time: a fragment's sums over them are computed, masked, and added to `sum`, so they take only their own
-// registers. x is zero in columns that do not belong to the module. (`sum` cannot be indexed, so this is straight-line
-// code, and wgmma idles meanwhile: hence few instructions.)
+// Section 13 has these, for epilogues with MASKS and with PARTS.
+template <class S> struct KeptWords;
 template <class S, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
                                                  int first, const KeptWords<S>& words, const TileArgs& p,
-                                                 const Epilogue& epilogue) {
-    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
-    const int last = min(STAGE_IN, p.more - first);
-    int end;
-    #pragma unroll 1
-    for (int begin = 0; begin < last; begin = end) {
-        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
-        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
-        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
-        uint2 pairs[KeptWords<S>::EACH];
-        words.pick(pairs, module);
-        #pragma unroll
-        for (int i = 0; i < S::MF; i++) {
-            uint32_t a[2][4];
-            #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
-                                             window / 8 + 2 * k + lane / 16));
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int column = window + k * 16 + e / 2 * 8;
-                    if (column < begin || column >= end) a[k][e] = 0;
-                }
-            }
-            #pragma unroll
-            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
-                float part[4][4] = {};
-                uint32_t b[2][2][4];
-                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    #pragma unroll
-                    for (int two = 0; two < 2; two++) {
-                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
-                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
-                                                           ((chunk % 8 ^ lane % 8) << 4));
-                    }
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    #pragma unroll
-                    for (int f = 0; f < 4; f++)
-                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
-                            b[k][f / 2][f % 2 * 2 + 1]);
-                #pragma unroll
-                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
-                                               // anew for every sum)
-                    float& y = sum[i][j + e / 4][e % 4];
-                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
-                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
-                    y = kept[e / 2 % 2] & bit ? more : y;
-                }
-            }
-        }
-    }
-}
+                                                 const Epilogue& epilogue);
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue);
 
 // Adds the sums of the blocks that share a tile, in order, in the last one to arrive: true in that one. In `partial`
 // they are in the threads' layout: (tile, split, fragment, thread, 4).
@@ -2625,56 +2100,6 @@ __device__ __forceinline__ bool reduce_splits(float (&sum)[M][N][4], float* part
     return true;
 }
 
-// With PARTS, the softmax parts that a lane of a quad, which has whole pieces of 64 rows, computes from its sums of
-// token n, fragment after fragment; `first` is the first row of the warp's part.
-struct WeightSums {
-    int n, first, chosen;
-    float from, right = 0, largest = -1e30f, part = 0;
-    template <class Epilogue>
-    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
-        n = n_, first = first_;
-        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
-        from = n < N ? epilogue.from(n) * LOG2E : 0;
-    }
-    // Four weights, two of fragment j and two of j + 1.
-    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
-        float w[4];
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int row = (j + e / 2) * 8;
-            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
-            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
-            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
-            right = chosen == row + e % 2 ? y : right;
-        }
-        return make_float4(w[0], w[1], w[2], w[3]);
-    }
-    // The eight fragments from j0 on.
-    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
-        largest = quad_max(largest), part = quad_sum(part);
-        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
-            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
-        largest = -1e30f, part = 0;
-    }
-    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
-        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
-    }
-};
-template <class S, class Epilogue>
-__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
-                                               Epilogue& epilogue) {
-    WeightSums weights;
-    weights.begin(n, first, N, epilogue);
-    #pragma unroll
-    for (int j = 0; j < S::NF; j += 2) {
-        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
-        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
-        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
-        if (n < N && r < out) epilogue.four(n, r, y, {});
-        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
-    }
-    weights.end(S::NF, epilogue);
-}
 // Passes a lane's sums of token n to the epilogue, four at a time; `first` is the first row of the warp's part.
 template <class S, class Epilogue>
 __device__ __forceinline__ void finish_row(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
@@ -2727,15 +2152,19 @@ __global__ void __launch_bounds__(S::THREADS, 1) tile_kernel(TileArgs p, Epilogu
         commit_copies(); // (the first of these groups has all of the weights above)
     }
     float sum[S::MF][S::NF][4] = {};
-    const auto multiply = [&](uint32_t x, uint32_t w) { multiply_stage<S, X_COLS, W_COLS>(sum, x, w); };
+    const auto copy = [&](int step) {
+        if (step < at.last) stages.copy_x(step), stages.copy_w(step);
+    };
+    const auto multiply = [&](int step) {
+        multiply_stage<S, X_COLS, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+    };
     if constexpr (Epilogue::MASKS) {
         const KeptWords<S> words(at, epilogue.masks, p.more / epilogue.rank);
-        walk_steps(stages, at.first, min(at.last, at.first_more), multiply);
-        int step = max(at.first, at.first_more);
-        walk_steps(stages, step, at.last, [&](uint32_t x, uint32_t w) {
-            add_masked_stage<S>(sum, x, w, at.number(step++), words, p, epilogue);
+        walk_ring<S::STAGES>(at.first, min(at.last, at.first_more), copy, multiply);
+        walk_ring<S::STAGES>(max(at.first, at.first_more), at.last, copy, [&](int step) {
+            add_masked_stage<S>(sum, stages.x_stage(step), stages.w_stage(step), at.number(step), words, p, epilogue);
         });
-    } else walk_steps(stages, at.first, at.last, multiply);
+    } else walk_ring<S::STAGES>(at.first, at.last, copy, multiply);
     wait_for_copies<0>();
     if (!p.early) let_next_start(); // earlier, blocks of the next kernel would take the places of this one's
 
@@ -2786,14 +2215,28 @@ using Tile64x128 = TileShape<64, 128, 32, 64, 3>;
 using Tile64x64 = TileShape<64, 64, 32, 32, 4>;
 using Tile32x64 = TileShape<32, 64, 16, 32, 6>;
 
+// Microseconds that a block takes for 1,024 numbers of `in`, if it is alone on its multiprocessor and if that has many.
+// Only their proportion matters. `bench_gpu tiles` measures the card at hand and prints its row.
+struct TileTimes {
+    int sm; // for cards from this one on
+    struct { double alone, full; } of[4]; // Tile128x128, Tile64x128, Tile64x64, Tile32x64
+};
+inline constexpr TileTimes TILE_TIMES[] = {
+    {80, {{13, 9.8}, {9.1, 6.5}, {9, 3.4}, {5.8, 2.6}}}, // of an H100, for all cards until theirs are measured
+};
+inline const TileTimes& tile_times(int sm) {
+    const TileTimes* own = TILE_TIMES;
+    for (const TileTimes& row : TILE_TIMES)
+        if (row.sm <= sm) own = &row;
+    return *own;
+}
 // The shape and the number of splits with the least predicted time in microseconds: the blocks of the busiest
-// multiprocessor, times a block's steps, plus the cost of splits. The figures were fitted to an H100 (tests/bench_gpu
-// sweep); only their proportion matters. For 1,024 numbers of `in` a block takes `alone` if it is alone on its
-// multiprocessor, and `full` if that has many.
+// multiprocessor, times a block's steps, plus the cost of splits (fitted to an H100).
 struct TilePlan {
     int shape = 0, splits = 1;
     double least = 1e30;
-    template <class S> void consider(const Context& ctx, int index, double alone, double full, int N, int out, int in) {
+    template <class S> void consider(const Context& ctx, const TileTimes& times, int index, int N, int out, int in) {
+        const double alone = times.of[index].alone, full = times.of[index].full;
         const int64_t tiles = count_tiles<S>(N, out), area = S::TOKENS * S::ROWS;
         for (int s = 1; s <= 12; s++) {
             if (s > 1 && (s * 128 > in || !splits_fit<S>(tiles, s))) break;
@@ -2804,18 +2247,18 @@ struct TilePlan {
         }
     }
     // With X_COLS there are no tiles of 32 tokens; for many tokens they were never the best.
-    TilePlan(const Context& ctx, int N, int out, int in, bool x_cols = false) {
+    TilePlan(const Context& ctx, const TileTimes& times, int N, int out, int in, bool x_cols = false) {
         if (ctx.invariant) return;
-        consider<Tile128x128>(ctx, 0, 13, 9.8, N, out, in);
-        consider<Tile64x128>(ctx, 1, 9.1, 6.5, N, out, in);
-        consider<Tile64x64>(ctx, 2, 9, 3.4, N, out, in);
-        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, 3, 5.8, 2.6, N, out, in);
+        consider<Tile128x128>(ctx, times, 0, N, out, in);
+        consider<Tile64x128>(ctx, times, 1, N, out, in);
+        consider<Tile64x64>(ctx, times, 2, N, out, in);
+        if (!x_cols && N <= 128) consider<Tile32x64>(ctx, times, 3, N, out, in);
     }
 };
 template <bool X_COLS = false, bool W_COLS = false, class Epilogue>
 void tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
     if (Optional::tiles<X_COLS, W_COLS>(ctx, p, epilogue)) return;
-    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
+    const TilePlan plan(ctx, tile_times(ctx.gpu->sm), p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in + p.more, X_COLS);
     p.splits = plan.splits;
     switch (plan.shape) {
         case 0: return launch_tiles<Tile128x128, X_COLS, W_COLS>(ctx, p, epilogue);
@@ -2952,6 +2395,89 @@ template <int GROUPS> struct LoraDownShape {
     static constexpr int X_PANEL = TOKENS * 128, PANEL = X_PANEL + GROUPS * 32 * 128, STAGE_BYTES = PANELS * PANEL;
     static constexpr size_t SHARED = (size_t)STAGES * STAGE_BYTES;
 };
+// Copies this panel's part of a step, of the tokens from n0 on and the groups from `first` on.
+template <int GROUPS>
+__device__ __forceinline__ void lora_down_copy(uint32_t to, const bf16* x, const LoraArgs& p, int n0, int first,
+                                               int i64) {
+    using S = LoraDownShape<GROUPS>;
+    const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8, i = i64 * 64 + chunk * 8;
+    #pragma unroll
+    for (int k = 0; k < S::TOKENS; k += 16) {
+        const int n = n0 + row + k;
+        copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
+    }
+    #pragma unroll
+    for (int k = 0; k < GROUPS * 32; k += 16) {
+        const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
+        copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
+                   i < p.in && j < p.modules && r < p.rank);
+    }
+}
+// A lane's half of the masks of token n for the 64 numbers i64, a word a group: those that are made already; or new
+// ones, which are stored.
+template <int GROUPS>
+__device__ __forceinline__ void load_masks(uint32_t (&kept)[GROUPS], const LoraArgs& p, int first, int n, int i64) {
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const int j = p.module_of(first + k);
+        const bool there = j < p.modules && n < p.N && i64 < p.kept.sixty_fours;
+        kept[k] = there ? p.kept.at(j, i64, n)[threadIdx.x % 32 / 16] : 0;
+    }
+}
+template <int GROUPS>
+__device__ __forceinline__ void make_masks(uint32_t (&kept)[GROUPS], const LoraArgs& p, int first, int n, uint32_t name,
+                                           int i64) {
+    const int half = threadIdx.x % 32 / 16;
+    #pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const int j = p.module_of(first + k);
+        kept[k] = ~0u;
+        if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
+        else if (p.dropping && j < p.modules) {
+            kept[k] = 0;
+            #pragma unroll
+            for (int c = 0; c < 4; c++)
+                kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + half * 4 + c) << 8 * c;
+            if (n < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, n)[half] = kept[k];
+        }
+    }
+}
+// sum += drop(x) A^T for one panel; x_at: the warp's 16 tokens.
+template <int GROUPS>
+__device__ __forceinline__ void multiply_dropped(float (&sum)[GROUPS][4][4], const uint32_t (&kept)[GROUPS],
+                                                 uint32_t x_at, int token, uint32_t A_at) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
+        #pragma unroll
+        for (int k = 0; k < GROUPS; k++)
+            #pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
+                even[k][e] = word << 7, odd[k][e] = word << 6;
+            }
+        #pragma unroll
+        for (int e = 0; e < 2; e++) { // 16 numbers of `in`
+            const int c = (half * 2 + e) * 2;
+            uint32_t a[4], b[2][4];
+            ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
+            #pragma unroll
+            for (int k = 0; k < GROUPS; k++) {
+                #pragma unroll
+                for (int f = 0; f < 2; f++)
+                    ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8, c + lane / 8 % 2));
+                uint32_t y[4];
+                #pragma unroll
+                for (int q = 0; q < 4; q++)
+                    y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
+                #pragma unroll
+                for (int f = 0; f < 4; f++)
+                    mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
+            }
+        }
+    }
+}
 template <int GROUPS, bool MADE>
 __global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
 lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
@@ -2960,98 +2486,30 @@ lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
     const uint32_t shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int n0 = blockIdx.x * S::TOKENS, first = blockIdx.y * GROUPS, panel = warp / 4, token = warp % 4 * 16;
-    const auto copy = [&](int step) {
-        const int chunk = threadIdx.x % 8, row = threadIdx.x % 128 / 8; // (each panel's own threads copy it)
-        const uint32_t to = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL;
-        const int i = (step * S::PANELS + panel) * 64 + chunk * 8;
-        #pragma unroll
-        for (int k = 0; k < S::TOKENS; k += 16) {
-            const int n = n0 + row + k;
-            copy_async(chunk_address(to, row + k, chunk), x + (size_t)n * p.in + i, i < p.in && n < p.N);
-        }
-        #pragma unroll
-        for (int k = 0; k < GROUPS * 32; k += 16) {
-            const int j = p.module_of(first + k / 32), r = p.first_row(first + k / 32) + k % 32 + row;
-            copy_async(chunk_address(to + S::X_PANEL, k + row, chunk), p.A + (size_t)(j * p.rank + r) * p.in + i,
-                       i < p.in && j < p.modules && r < p.rank);
-        }
-        commit_copies();
-    };
     const int steps = (p.in + 64 * S::PANELS - 1) / (64 * S::PANELS);
+    const auto stage = [&](int step) { return shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL; };
+    const auto copy = [&](int step) { // (each panel's own threads copy it)
+        if (step < steps) lora_down_copy<GROUPS>(stage(step), x, p, n0, first, step * S::PANELS + panel);
+    };
     wait_for_previous();
     #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++)
-        if (s < steps) copy(s);
-        else commit_copies();
+    for (int s = 0; s < S::STAGES - 1; s++) copy(s), commit_copies();
     const int mine = n0 + token + lane % 16; // this lane computes a half of this token's masks
     const uint32_t name = p.dropping && mine < p.N ? p.dropout.token[mine] : 0;
-    uint32_t made[GROUPS]; // a step ahead
-    const auto load_made = [&](int step) {
-        const int i64 = step * S::PANELS + panel;
-        #pragma unroll
-        for (int k = 0; k < GROUPS; k++) {
-            const int j = p.module_of(first + k);
-            made[k] = j < p.modules && mine < p.N && i64 < p.kept.sixty_fours ? p.kept.at(j, i64, mine)[lane / 16] : 0;
-        }
-    };
-    if (MADE) load_made(0);
+    uint32_t kept[GROUPS], next[GROUPS]; // masks; of the next step, if they are made already
+    if (MADE) load_masks(next, p, first, mine, panel);
     float sum[GROUPS][4][4] = {};
     for (int step = 0; step < steps; step++) {
         const int i64 = step * S::PANELS + panel;
-        uint32_t kept[GROUPS];
         #pragma unroll
-        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = made[k];
-        if (MADE) load_made(step + 1);
-        #pragma unroll
-        for (int k = 0; k < GROUPS && !MADE; k++) {
-            const int j = p.module_of(first + k);
-            kept[k] = ~0u;
-            if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
-            else if (p.dropping && j < p.modules) {
-                kept[k] = 0;
-                #pragma unroll
-                for (int c = 0; c < 4; c++)
-                    kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + lane / 16 * 4 + c)
-                               << 8 * c;
-                if (mine < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, mine)[lane / 16] = kept[k];
-            }
-        }
-        wait_for_copies<S::STAGES - 2>();
+        for (int k = 0; k < GROUPS && MADE; k++) kept[k] = next[k];
+        if (MADE) load_masks(next, p, first, mine, i64 + S::PANELS);
+        else make_masks(kept, p, first, mine, name, i64); // (while copies are in flight)
+        wait_for_copies<S::STAGES - 2>(); // as walk_ring
         __syncthreads();
-        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
-        else commit_copies();
-        const uint32_t x_at = shared + step % S::STAGES * S::STAGE_BYTES + panel * S::PANEL, A_at = x_at + S::X_PANEL;
-        #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++)
-                #pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
-                    even[k][e] = word << 7, odd[k][e] = word << 6;
-                }
-            #pragma unroll
-            for (int e = 0; e < 2; e++) { // 16 numbers of `in`
-                const int c = (half * 2 + e) * 2;
-                uint32_t a[4], b[2][4];
-                ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
-                #pragma unroll
-                for (int k = 0; k < GROUPS; k++) {
-                    #pragma unroll
-                    for (int f = 0; f < 2; f++)
-                        ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8,
-                                                     c + lane / 8 % 2));
-                    uint32_t y[4];
-                    #pragma unroll
-                    for (int q = 0; q < 4; q++)
-                        y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
-                    #pragma unroll
-                    for (int f = 0; f < 4; f++)
-                        mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
-                }
-            }
-        }
+        copy(step + S::STAGES - 1);
+        commit_copies();
+        multiply_dropped(sum, kept, stage(step), token, stage(step) + S::X_PANEL);
     }
     let_next_start();
     wait_for_copies<0>();
@@ -3182,7 +2640,7 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
 // each block writes a part (the largest score, the sum of weights, the weighted sum of values), and parts are joined in
 // order. G = H / K query heads share a KV head.
 
-// ---- What they share: tiles, products of tiles, sums over the lanes of a row, parts
+// ---- Shared parts: tiles, products of tiles, sums over the lanes of a row
 // A tile in shared memory has rows of D numbers in chunks of 16 bytes; chunk c of row r lies at c ^ (r % 8), so that
 // the eight rows that an ldmatrix reads at a time are in different banks. A tile begins at a multiple of 128 bytes.
 template <int D> struct HeadTile {
@@ -3338,18 +2796,15 @@ template <int D> struct PassingPages {
         #pragma unroll
         for (int j = 0; j < KEYS / PAGE; j++) page[j] = key0 + j * PAGE < to ? table[key0 / PAGE + j] : 0;
     }
-    __device__ __forceinline__ void copy(uint32_t tile, const bf16* cache, int key0) const {
+    __device__ __forceinline__ void copy(int key0) const {
         #pragma unroll
         for (int i = 0; i < KEYS / mine.STEP; i++) {
-            const int r = mine.row + i * mine.STEP; // of page r / PAGE, the same for all threads
+            const int r = mine.row + i * mine.STEP, tile = stage(key0) + HeadTile<D>::at(r, mine.chunk);
+            // (r is of page r / PAGE, the same for all threads)
             const size_t at = kv_offset(page[i * mine.STEP / PAGE], kv, r % PAGE, p.K, D) + mine.chunk * 8;
-            copy_async(tile + HeadTile<D>::at(r, mine.chunk), cache + at, key0 + r < to);
+            copy_async(k_tiles + tile, p.keys + at, key0 + r < to);
+            copy_async(v_tiles + tile, p.values + at, key0 + r < to);
         }
-        commit_copies();
-    }
-    __device__ __forceinline__ void copy(int key0) const {
-        copy(k_tiles + stage(key0), p.keys, key0);
-        copy(v_tiles + stage(key0), p.values, key0);
     }
 };
 
@@ -3441,12 +2896,9 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
     __syncthreads(); // all have left the tiles of the sequence before this one
     pages.next_pages(from);
     pages.copy(from);
+    commit_copies();
     pages.next_pages(from + KEYS);
-    for (int key0 = from; key0 < to; key0 += KEYS) {
-        wait_for_copies<0>();
-        __syncthreads();
-        pages.copy(key0 + KEYS);
-        pages.next_pages(key0 + 2 * KEYS);
+    walk_ring<2, KEYS>(from, to, [&](int key0) { pages.copy(key0), pages.next_pages(key0 + KEYS); }, [&](int key0) {
         float s[2][KEYS / 8][4] = {};
         multiply_rows<D, 2, KEYS / 16>(s, q_tile + first_row * ROW, k_tiles + pages.stage(key0));
         if (key0 + KEYS > shortest)
@@ -3455,7 +2907,7 @@ __device__ __forceinline__ void attend_sequence(const AttentionArgs& p, const Qu
             });
         online_softmax(rows, s, scale);
         add_weighted_rows<D, 2, KEYS / 16>(rows.mixed, s, v_tiles + pages.stage(key0));
-    }
+    });
     wait_for_copies<0>();
     store_rows(p, tile, rows, n0, n1, scale);
 }
@@ -3515,44 +2967,6 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
         return AttentionPart{__ldcg(part + D), __ldcg(part + D + 1), __ldcg(part + d)};
     });
     return all.value / all.weights;
-}
-
-// ---- An FP8 cache for attention of several tokens. That kernel reads bf16: the pages that it will read of a layer are
-// widened first, into pages of the same numbers. Grid: (K, blocks); a block takes every gridDim.y-th page of each
-// sequence that has rows from `first` on. Bound by memory bandwidth: 3 bytes a number, and 2 when attention reads it.
-template <int D>
-__global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* to_values, bf16* keys, bf16* values,
-                                                          Batch b, int first, int K) {
-    __shared__ int last[256], count; // the sequences' last rows, of 256 rows
-    let_next_start();
-    wait_for_previous();
-    const int kv = blockIdx.x, row = threadIdx.x * 8 / D;
-    for (int n0 = first; n0 < b.N; n0 += 256) {
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        const int n = n0 + (int)threadIdx.x;
-        if (n < b.N && b.seq[n] >= 0 && (n + 1 == b.N || b.seq[n + 1] != b.seq[n])) last[atomicAdd(&count, 1)] = n;
-        __syncthreads();
-        for (int i = 0; i < count && row < PAGE; i++) {
-            const int length = b.pos[last[i]] + 1, *table = b.pages + (size_t)b.seq[last[i]] * b.max_pages;
-            for (int page = blockIdx.y; page * PAGE < length; page += gridDim.y) {
-                const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
-                const auto widen = [&](bf16* to, bf16* cache) {
-                    const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
-                    const bool there = page * PAGE + row < length; // the rows after them must be finite
-                    const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
-                    const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
-                    const uint4 v = widen_e4m3(raw);
-                    *(uint4*)(to + at) = {pack(low(v.x) * factor, high(v.x) * factor),
-                                          pack(low(v.y) * factor, high(v.y) * factor),
-                                          pack(low(v.z) * factor, high(v.z) * factor),
-                                          pack(low(v.w) * factor, high(v.w) * factor)};
-                };
-                widen(to_keys, keys), widen(to_values, values);
-            }
-        }
-        __syncthreads();
-    }
 }
 
 // ---- Attention for sequences of one new token: Book I's `attend` (Dao et al., "Flash-Decoding", 2023)
@@ -3907,9 +3321,10 @@ __global__ void attention_sum_kernel(bf16* out, const float* partial, const int*
     out[((size_t)first * H + row) * D + threadIdx.x] = round_bf16(sum);
 }
 
-void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const bf16* keys, const bf16* values,
-                   const Batch& b, int H, int K, int D, int first) {
-    const AttentionArgs p = {out, lse, q, keys, values, b, first, H, K, ctx.gpu->attention};
+void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const LayerCache<bf16>& cache, const Batch& b,
+                   const HeadShape& shape, int first) {
+    const int H = shape.H, K = shape.K, D = shape.D;
+    const AttentionArgs p = {out, lse, q, cache.keys, cache.values, b, first, H, K, ctx.gpu->attention};
     int splits = Optional::attention(ctx, p, D);
     if (!splits) {
         const int tokens = QUERY_ROWS / (H / K), tiles = (b.N - first + tokens - 1) / tokens;
@@ -3947,77 +3362,31 @@ void attention_decode_gpu(Context& ctx, const DecodeArgs& p, int singles, int D)
         else launch_pages(attention_decode_kernel<size, fp8, Ring>, (Ring*)nullptr,
                           std::min(p.b.splits, (3 * sms + others - 1) / others));
     };
-    const auto with_format = [&](auto size) {
-        if (p.b.fp8) with(size, std::true_type());
-        else with(size, std::false_type());
+    const auto with_size = [&](auto fp8) {
+        D == 128 ? with(std::integral_constant<int, 128>(), fp8) : with(std::integral_constant<int, 64>(), fp8);
     };
-    if (D == 128) with_format(std::integral_constant<int, 128>());
-    else with_format(std::integral_constant<int, 64>());
+    p.b.fp8 ? with_size(std::true_type()) : with_size(std::false_type());
 }
 #endif
 #if COMPILED(PART_ATTEND)
-// Splits for a position in a context of `context` tokens: 1, 2, 4, ... or all, a graph for each; blocks without keys
-// cost little.
-int splits_for_graph(int position, int context) {
-    int splits = 1;
-    while (splits * SPLIT <= position) splits *= 2;
-    return std::min(splits, (context - 1) / SPLIT + 1);
-}
-
-// Numbers of scratch that attention needs: for this number of sequences of one token, or for any others.
-size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
-    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
-}
-
-size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
-// The widened keys; the values follow them.
-bf16* widen_pages_gpu(Context& ctx, bf16* keys, bf16* values, const Batch& b, int first, int K, int D) {
-    bf16* const widened = ctx.gpu->widened;
-    const dim3 grid((unsigned)K, (unsigned)std::max(1, 8 * ctx.gpu->sms / K));
-    launch(ctx, D == 128 ? widen_pages_kernel<128> : widen_pages_kernel<64>, grid, 256, 0, widened,
-           widened + ctx.gpu->widened_numbers / 2, keys, values, b, first, K);
-    return widened;
-}
-
-void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, bf16* keys, bf16* values, const bf16* qkv,
-                       const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b, int H, int K,
-                       int D, float eps) {
+void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
+                const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape) {
     const int singles = ctx.invariant || lse ? 0 : b.singles; // attention_decode_kernel has no lse
     if (singles) {
-        const DecodeArgs p = {out, keys, values, qkv, q_weight, k_weight, rope, b, H, K, eps,
-                              ctx.gpu->attention, ctx.gpu->attention_arrived};
-        attention_decode_gpu(ctx, p, singles, D);
+        const DecodeArgs p = {out, cache.keys, cache.values, qkv, norms.q, norms.k, norms.rope, b, shape.H, shape.K,
+                              shape.eps, ctx.gpu->attention, ctx.gpu->attention_arrived};
+        attention_decode_gpu(ctx, p, singles, shape.D);
     }
     if (singles == b.N) return;
-    qknorm_rope_kv_gpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps, singles);
-    if (b.fp8) {
-        keys = widen_pages_gpu(ctx, keys, values, b, singles, K, D);
-        values = keys + ctx.gpu->widened_numbers / 2;
-    }
-    attention_gpu(ctx, out, lse, q, keys, values, b, H, K, D, singles);
-}
-
-// ---- Scratch: for products, and for forwards with this number of rows and of sequences of one token, of up to
-// `context` tokens in `pages` pages. The context has a Gpu of its own from then on.
-void plan_scratch(Context& ctx, Arena& arena) {
-    ctx.gpu = std::make_shared<Gpu>(*ctx.gpu);
-    ctx.gpu->partial = arena.take<float>(PARTIAL_BYTES / sizeof(float));
-    ctx.gpu->arrived = arena.take<int>(MAX_TILES);
-}
-void plan_scratch(Context& ctx, Arena& arena, const Config& c, int rows, int singles, int context, int pages) {
-    plan_scratch(ctx, arena);
-    ctx.gpu->attention = arena.take<float>(attention_scratch(ctx, singles, (context - 1) / SPLIT + 1, c.H, c.D));
-    ctx.gpu->attention_arrived = arena.take<int>((size_t)singles * c.H);
-    ctx.gpu->widened_numbers = ctx.kv_fp8 ? widened_numbers(c, (size_t)pages) : 0;
-    ctx.gpu->widened = arena.take<bf16>(ctx.gpu->widened_numbers);
-    Optional::plan(ctx, arena, c, rows);
+    qknorm_rope_kv_gpu(ctx, q, cache, qkv, norms, b, shape, singles);
+    attention_gpu(ctx, out, lse, q, b.fp8 ? widen_pages_gpu(ctx, cache, b, shape, singles) : cache, b, shape, singles);
 }
 #endif
 
 // ================================================================================================ 12 Sampler and graph
 // From logits to tokens: Book I's `sample`, with the same bits, since probabilities are integers and every float step
-// is rounded alike; and the likeliest tokens of a row. Parameters, counts and the next step's batch are in the GPU's
-// memory, so that one graph of a step (record_graph) serves all draws; model/draw_ahead.cu launches it.
+// is rounded alike. Parameters, counts and the next step's batch are in the GPU's memory, so that one graph of a step
+// (record_graph) serves all draws; model/draw_ahead.cu launches it.
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
 // A larger key is likelier: the logit, then the lower id.
@@ -4053,8 +3422,6 @@ struct DrawEpilogue : Epilogue {
     const Draw* draw;          // (R)
     const uint32_t* seen;      // (R,V), or null: no penalties
     unsigned long long* best;  // (R, BEST_BLOCKS)
-    DrawEpilogue(float* out, size_t V, const Draw* draw, const uint32_t* seen, unsigned long long* best)
-        : out(out), V(V), draw(draw), seen(seen), best(best) {}
     __device__ static unsigned long long* shared_best() {
         __shared__ unsigned long long best[STREAM_TOKENS];
         return best;
@@ -4081,7 +3448,7 @@ struct DrawEpilogue : Epilogue {
 #if COMPILED(PART_DRAW_HEAD)
 RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uint32_t* seen, unsigned long long* best,
                         const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
-    const DrawEpilogue epilogue{logits, (size_t)W.out(), draw, seen, best};
+    const DrawEpilogue epilogue = {{}, logits, (size_t)W.out(), draw, seen, best};
     if (const RowsDealt dealt = Optional::few(ctx, epilogue, x, rows, W, R); dealt.blocks) return dealt;
     return stream_product(ctx, StreamArgs{x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
 }
@@ -4392,61 +3759,6 @@ void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const D
     launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
                   dealt, state);
 }
-
-// ---- likeliest. A block of 1024 threads owns a row of logits, a thread every 1024th id. Each thread keeps the
-// likeliest of its own ids. The block takes the likeliest of these k times; after each time the warp of the thread that
-// held it searches, all lanes together, for the next one among that thread's ids. So no sort is needed, and no list can
-// overflow. Bound by two passes over logits, mostly in the L2 cache, and by two barriers for each of the k.
-__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
-likeliest_kernel(Likeliest* out,                        // (R)
-                 const float* all_logits,               // (R,V)
-                 size_t V, int exist, const int* seq,   // (R) -1: a spare row
-                 const int* wanted) {                   // by seq: how many ids; -1: the row is left alone
-    __shared__ unsigned long long tops[DRAW_THREADS / 32];
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (seq[r] < 0 || wanted[seq[r]] < 0) return;
-    const float* logits = all_logits + r * V;
-    auto key = [&](int id) { return draw_key(usable(logits[id]), id); };
-    auto largest = [](unsigned long long x) {
-        for (int other = 16; other; other /= 2) x = max(x, __shfl_xor_sync(~0u, x, other));
-        return x;
-    };
-    auto largest_of_all = [&](unsigned long long x) { // for all threads
-        x = largest(x);
-        if (lane == 0) tops[warp] = x;
-        __syncthreads();
-        x = largest(tops[lane]);
-        __syncthreads(); // before `tops` is written again
-        return x;
-    };
-    unsigned long long own = 0; // the likeliest of this thread's ids that have not been taken; 0: all have
-    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) own = max(own, key(id));
-    unsigned long long best = largest_of_all(own);
-    const float top = usable(logits[~(uint32_t)best]);
-    float sum = 0;
-    for (int id = threadIdx.x; id < exist; id += DRAW_THREADS) sum += expf(usable(logits[id]) - top);
-    sum = block_sum(sum);
-    const int count = min(min(wanted[seq[r]], MAX_LIKELIEST), exist);
-    if (threadIdx.x == 0) out[r].log_sum = top + logf(sum), out[r].count = count;
-    for (int i = 0; i < count; i++) {
-        if (i > 0) best = largest_of_all(own);
-        const int id = (int)~(uint32_t)best, owner = id % DRAW_THREADS;
-        if (threadIdx.x == 0) out[r].id[i] = id, out[r].logit[i] = usable(logits[id]);
-        if (owner / 32 != warp) continue;
-        unsigned long long next = 0;
-        for (int other = owner + lane * DRAW_THREADS; other < exist; other += 32 * DRAW_THREADS)
-            if (key(other) < best) next = max(next, key(other));
-        next = largest(next);
-        if (lane == owner % 32) own = next;
-    }
-}
-void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, int exist, const int* seq,
-                          const int* wanted, int R) {
-    if (exist < 1 || (size_t)exist > V) DIE("likeliest: %d ids of %zu", exist, V);
-    launch(ctx, likeliest_kernel, (unsigned)R, DRAW_THREADS, 0, out, logits, V, exist, seq, wanted);
-}
 #endif
 
 // ========================================================================================================= 13 Backward
@@ -4454,6 +3766,58 @@ void likeliest_gpu(Context& ctx, Likeliest* out, const float* logits, size_t V, 
 // layouts and with epilogues of their own.
 
 // ---- head_loss. The epilogue leaves parts of a softmax for cross_entropy_kernel, and the weights.
+// With PARTS the epilogue's `four` receives w = e^(y - from(n)) of the sums y of token n; its part() receives, for rows
+// 64 piece .. 64 piece + 63, the largest y and the sum of w: from one thread, n and 64 piece not past the end. And
+// chosen(n, y) is called once, with the sum of row chosen_row(n). A quad of lanes has whole pieces of 64 rows; `first`
+// is the first row of the warp's part.
+struct WeightSums {
+    int n, first, chosen;
+    float from, right = 0, largest = -1e30f, part = 0;
+    template <class Epilogue>
+    __device__ __forceinline__ void begin(int n_, int first_, int N, const Epilogue& epilogue) {
+        n = n_, first = first_;
+        chosen = n < N ? epilogue.chosen_row(n) - first - (int)threadIdx.x % 4 * 2 : -1;
+        from = n < N ? epilogue.from(n) * LOG2E : 0;
+    }
+    // Four weights, two of fragment j and two of j + 1.
+    __device__ __forceinline__ float4 next(const float (&even)[4], const float (&odd)[4], int h, int j, int out) {
+        float w[4];
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (j + e / 2) * 8;
+            const float y = (e / 2 ? odd : even)[2 * h + e % 2];
+            w[e] = exp2_fast(fmaf(y, LOG2E, -from));
+            if (first + row < out) largest = fmaxf(largest, y), part += w[e];
+            right = chosen == row + e % 2 ? y : right;
+        }
+        return make_float4(w[0], w[1], w[2], w[3]);
+    }
+    // The eight fragments from j0 on.
+    template <class Epilogue> __device__ __forceinline__ void end_piece(int j0, int N, int out, Epilogue& epilogue) {
+        largest = quad_max(largest), part = quad_sum(part);
+        if (threadIdx.x % 4 == 0 && n < N && first + j0 * 8 < out)
+            epilogue.part(n, (first + j0 * 8) / 64, largest, part);
+        largest = -1e30f, part = 0;
+    }
+    template <class Epilogue> __device__ __forceinline__ void end(int fragments, Epilogue& epilogue) {
+        if (chosen >= 0 && chosen < fragments * 8 && chosen % 8 < 2) epilogue.chosen(n, right);
+    }
+};
+template <class S, class Epilogue>
+__device__ __forceinline__ void finish_weights(const float (&sum)[S::NF][4], int h, int n, int first, int N, int out,
+                                               Epilogue& epilogue) {
+    WeightSums weights;
+    weights.begin(n, first, N, epilogue);
+    #pragma unroll
+    for (int j = 0; j < S::NF; j += 2) {
+        const float4 w = weights.next(sum[j], sum[j + 1], h, j, out);
+        const float4 y = four_columns(make_float2(w.x, w.y), make_float2(w.z, w.w));
+        const int t = threadIdx.x % 4, r = first + j * 8 + t / 2 * 4 + t % 2 * 8;
+        if (n < N && r < out) epilogue.four(n, r, y, {});
+        if (j % 8 == 6) weights.end_piece(j - 6, N, out, epilogue);
+    }
+    weights.end(S::NF, epilogue);
+}
 struct LossEpilogue : Epilogue {
     static constexpr bool PARTS = true;
     bf16* weights;      // (R,ld), or null
@@ -4541,37 +3905,34 @@ void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, in
 
 // Always in tiles of 128: their epilogue computes the softmax's parts. Logits do not leave the chip; their weights in
 // the softmax do, if their gradients are requested: in `logits`, as bf16 (R,V), its only contents.
-void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked,
-                          float* parts, const bf16* x, const int* rows, const int* target, float scale,
-                          const float* by, const Linear<bf16>& W, int R) {
-    const int V = W.out(), pieces = (V + 63) / 64;
+void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
+                   const bf16* x, const LossRows<float>& of, const Linear<bf16>& W) {
+    const int R = of.R, V = W.out(), pieces = (V + 63) / 64;
     float2* const of_64 = (float2*)parts;
     float* const from = parts + (size_t)R * pieces * 2;
     int* const again = (int*)from + R;
     bf16* const weights = dlogits ? (bf16*)logits : nullptr;
     clear(ctx, again, 1);
-    pick_rows_gpu(ctx, picked, x, rows, R, W.in);
+    pick_rows_gpu(ctx, picked, x, of.rows, R, W.in);
     for (bool second : {false, true}) {
         Optional::parts(ctx, W, false, [&](int first, int count, const bf16* part) {
-            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, target,
+            const LossEpilogue epilogue = {{}, weights ? weights + first : nullptr, of_64 + first / 64, loss, of.target,
                                            from, second ? again : nullptr, (size_t)V, (size_t)pieces, first};
             const TileArgs p = {picked, part, R, W.in, count};
             if (!Optional::tiles<false, false>(ctx, p, epilogue)) launch_tiles<Tile128x128>(ctx, p, epilogue);
         });
-        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, target, scale,
-               by, V, second);
+        launch(ctx, cross_entropy_kernel, R, 256, 0, loss, weights, factor, from, again, of_64, pieces, of.target,
+               of.scale, of.by, V, second);
     }
 }
 #endif
 
-// ---- head_backward: the gradient of row n of the picked ones goes to row rows[n].
+// ---- head_backward: tile_kernel, W in columns. The gradient of row n of the picked ones goes to row rows[n].
 struct ScatterEpilogue : Epilogue {
     bf16* out;           // (., C)
     const float* factor; // (R)
     const int* rows;     // (R)
     size_t C;
-    ScatterEpilogue(bf16* out, const float* factor, const int* rows, size_t C)
-        : out(out), factor(factor), rows(rows), C(C) {}
     __device__ void four(int n, int c, const float4& y, const float4&) {
         const float by = factor[n];
         store_four(out + rows[n] * C + c, make_float4(y.x * by, y.y * by, y.z * by, y.w * by));
@@ -4584,7 +3945,7 @@ void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t 
     Optional::parts(ctx, W, true, [&](int first, int count, const bf16* weights) {
         TileArgs p = {dlogits, weights, R, W.out(), count};
         p.ldx = (int)ld;
-        tile_product<false, true>(ctx, p, ScatterEpilogue(dnormed + first, factor, rows, W.in));
+        tile_product<false, true>(ctx, p, ScatterEpilogue{{}, dnormed + first, factor, rows, (size_t)W.in});
     });
 }
 #endif
@@ -4670,7 +4031,104 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float
 }
 #endif
 
-// ---- linear_backward_input.
+// ---- Dropout: products whose epilogue has MASKS. `rank` columns of `more` belong to a module; their sums times
+// `scale` are added where the module's mask keeps row r, else left out. These columns come last (TileArgs::more_last).
+// The masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
+// of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
+// multiplied: otherwise the compiler loads each just before its use, and waits.
+template <class S> struct KeptWords {
+    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
+    uint2 pairs[3][EACH];
+    template <class Place>
+    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
+        #pragma unroll
+        for (int module = 0; module < 3; module++)
+            #pragma unroll
+            for (int k = 0; k < EACH; k++) {
+                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
+                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
+                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
+                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
+            }
+    }
+    // (A variable index would put a copy of the array into local memory.)
+    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
+        #pragma unroll
+        for (int k = 0; k < EACH; k++)
+            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
+    }
+    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
+    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
+        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
+        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
+        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
+    }
+};
+
+// A stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
+// columns at a time: a fragment's sums over them are computed, masked, and added to `sum`, so they take only their own
+// registers. x is zero in columns that do not belong to the module. (`sum` cannot be indexed, so this is straight-line
+// code, and wgmma idles meanwhile: hence few instructions.)
+template <class S, class Epilogue>
+__device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
+                                                 int first, const KeptWords<S>& words, const TileArgs& p,
+                                                 const Epilogue& epilogue) {
+    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
+    const int last = min(STAGE_IN, p.more - first);
+    int end;
+    #pragma unroll 1
+    for (int begin = 0; begin < last; begin = end) {
+        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
+        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
+        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
+        uint2 pairs[KeptWords<S>::EACH];
+        words.pick(pairs, module);
+        #pragma unroll
+        for (int i = 0; i < S::MF; i++) {
+            uint32_t a[2][4];
+            #pragma unroll
+            for (int k = 0; k < 2; k++) {
+                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
+                                             window / 8 + 2 * k + lane / 16));
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int column = window + k * 16 + e / 2 * 8;
+                    if (column < begin || column >= end) a[k][e] = 0;
+                }
+            }
+            #pragma unroll
+            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
+                float part[4][4] = {};
+                uint32_t b[2][2][4];
+                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int two = 0; two < 2; two++) {
+                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
+                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
+                                                           ((chunk % 8 ^ lane % 8) << 4));
+                    }
+                #pragma unroll
+                for (int k = 0; k < 2; k++)
+                    #pragma unroll
+                    for (int f = 0; f < 4; f++)
+                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
+                            b[k][f / 2][f % 2 * 2 + 1]);
+                #pragma unroll
+                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
+                                               // anew for every sum)
+                    float& y = sum[i][j + e / 4][e % 4];
+                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
+                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
+                    y = kept[e / 2 % 2] & bit ? more : y;
+                }
+            }
+        }
+    }
+}
+
+// ---- linear_backward_input: dx = dy W; an adapter's dh = dy (s B), dB += s dy^T h: tile_kernel, operands in columns.
 struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
     static constexpr bool MASKS = true;
     DropoutMasks masks;
@@ -4736,7 +4194,7 @@ void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, cons
 }
 #endif
 
-// ---- linear_backward_weight.
+// ---- linear_backward_weight: dW += dy^T x: tile_kernel, both operands in columns.
 #if COMPILED(PART_WEIGHT)
 // dW of training, and X^T X of GPTQ (model/quantize.h).
 void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
@@ -4783,6 +4241,7 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
     const int share = ((p.N + 63) / 64 + gridDim.z - 1) / gridDim.z * 64, begin = blockIdx.z * share;
     const int end = min(p.N, begin + share), steps = (end - begin + 63) / 64;
     const auto copy = [&](int step) {
+        if (step >= steps) return;
         const uint32_t stage = shared + step % S::STAGES * S::STAGE_BYTES;
         const int n0 = begin + step * 64;
         #pragma unroll
@@ -4801,21 +4260,14 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
             if (!p.dropping || threadIdx.x >= 128) continue;
             const int i64 = c0 / 64 + threadIdx.x / 64, n = n0 + threadIdx.x % 64; // (two words: N may be odd)
             copy_few_async<8>(stage + S::KEPT_AT + k * S::KEPT_BYTES + threadIdx.x * 8, p.kept.at(j, i64, n),
-                         n < end && j < p.modules && i64 < p.kept.sixty_fours);
+                              n < end && j < p.modules && i64 < p.kept.sixty_fours);
         }
-        commit_copies();
     };
     wait_for_previous();
     #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++)
-        if (s < steps) copy(s);
-        else commit_copies();
+    for (int s = 0; s < S::STAGES - 1; s++) copy(s), commit_copies();
     float sum[GROUPS * 2][2][4] = {};
-    for (int step = 0; step < steps; step++) {
-        wait_for_copies<S::STAGES - 2>();
-        __syncthreads();
-        if (step + S::STAGES - 1 < steps) copy(step + S::STAGES - 1);
-        else commit_copies();
+    walk_ring<S::STAGES>(0, steps, copy, [&](int step) {
         const int at = step % S::STAGES * S::STAGE_BYTES;
         const uint32_t x_at = shared + at, h_at = x_at + S::H_AT;
         // Lane 16 c + 4 i + t fetches the masks of tokens 16 i + 2 t + {0, 1, 8, 9} and of the warp's eight columns c.
@@ -4852,7 +4304,7 @@ __global__ void __launch_bounds__(256, 2) lora_weight_kernel(float* dA, const bf
                 }
             }
         }
-    }
+    });
     wait_for_copies<0>();
     let_next_start();
     const size_t at = ((size_t)blockIdx.y * gridDim.x + blockIdx.x) * gridDim.z + blockIdx.z;
@@ -4948,9 +4400,7 @@ void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16
 // ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
 // The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
 // some queries is summed over all keys. So one block sums each number, in one order, at the cost of seven products of
-// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
-// tiles instead of five. With s = q . k / sqrt(D), p = e^(s - lse) and ds = p (dout . v - delta):
-//     dv_m = sum_n p dout_n      dk_m = sum_n ds q_n / sqrt(D)      dq_n = sum_m ds k_m / sqrt(D)
+// tiles instead of five.
 // The query rows of a KV head are numbered through: row r is head r % G of token r / G. The keys that token n sees are
 // rows n - pos[n] .. n of the batch; tiles may lie across the borders of sequences, since that is all that a mask
 // needs. A warp skips tiles in which its keys and queries do not meet.
@@ -5061,7 +4511,6 @@ template <int D> struct PassingQueries {
             copy_few_async<4>(to, p.lse + heads.place(row, n), row0 + r < rows);
             copy_few_async<4>(to + 2 * PASSING_ROWS * 4, p.b.pos + n, row0 + r < rows);
         } else copy_few_async<4>(to + PASSING_ROWS * 4, p.delta + heads.place(row, n), row0 + r < rows);
-        commit_copies();
     }
 };
 
@@ -5159,15 +4608,16 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
     float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
     load_keys<D>(p, m0, min(m1, end), kv, k_tile, v_tile);
     queries.copy(0, m0 * heads.G);
-    for (int row0 = m0 * heads.G, stage = 0; row0 < rows; row0 += PASSING_ROWS, stage ^= 1) {
-        wait_for_copies<0>();
-        __syncthreads();
-        queries.copy(stage ^ 1, row0 + PASSING_ROWS);
+    commit_copies();
+    int next = 0; // stage
+    const auto copy = [&](int row0) { queries.copy(next ^= 1, row0); };
+    walk_ring<2, PASSING_ROWS>(m0 * heads.G, rows, copy, [&](int row0) {
+        const int stage = next ^ 1;
         const uint32_t q_tile = queries.q_tiles + stage * TILE, dout_tile = queries.dout_tiles + stage * TILE;
         const float *lse = queries.lse(stage), *delta = queries.delta(stage);
         const int *pos = queries.pos(stage), last_row = min(PASSING_ROWS, rows - row0) - 1;
         const int oldest = heads.token(row0), newest = heads.token(row0 + last_row);
-        if (first > newest || last < oldest - pos[0]) continue;
+        if (first > newest || last < oldest - pos[0]) return;
         float s[1][2 * J][4] = {}, ds[1][2 * J][4];
         multiply_rows<D, 1, J>(s, k_tile + own, q_tile);
         probabilities(s, scale, [&](int, int j, int e) { return lse[score_column(j, e)]; });
@@ -5181,7 +4631,7 @@ __device__ __forceinline__ void key_value_gradients(const AttentionBackward& p, 
         multiply_rows<D, 1, J>(ds, v_tile + own, dout_tile);
         each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
         add_weighted_rows<D, 1, J>(dk, ds, q_tile);
-    }
+    });
     wait_for_copies<0>();
     store_key_value_gradients<D>(p, dk, dv, first, m1, kv, scale);
 }
@@ -5231,7 +4681,6 @@ template <int D> struct PassingKeys {
             copy_async(k_tiles + to, p.keys + at, key0 + r < end);
             copy_async(v_tiles + to, p.values + at, key0 + r < end);
         }
-        commit_copies();
     }
 };
 
@@ -5279,13 +4728,13 @@ __device__ __forceinline__ void query_gradients(const AttentionBackward& p, int 
     float dq[2][D / 8][4] = {};
     keys.next_slots(key_begin);
     keys.copy(0, key_begin);
+    commit_copies();
     keys.next_slots(key_begin + PASSING_KEYS);
-    for (int key0 = key_begin, stage = 0; key0 < end; key0 += PASSING_KEYS, stage ^= 1) {
-        wait_for_copies<0>();
-        __syncthreads();
-        keys.copy(stage ^ 1, key0 + PASSING_KEYS);
-        keys.next_slots(key0 + 2 * PASSING_KEYS);
-        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) continue;
+    int next = 0; // stage
+    const auto copy = [&](int key0) { keys.copy(next ^= 1, key0), keys.next_slots(key0 + PASSING_KEYS); };
+    walk_ring<2, PASSING_KEYS>(key_begin, end, copy, [&](int key0) {
+        const int stage = next ^ 1;
+        if (key0 > newest || key0 + PASSING_KEYS <= oldest_first) return;
         const uint32_t k_tile = k_tiles + stage * keys.TILE, v_tile = v_tiles + stage * keys.TILE;
         float s[2][2 * J][4] = {}, ds[2][2 * J][4];
         multiply_rows<D, 2, J>(s, q_tile + own * ROW, k_tile);
@@ -5299,7 +4748,7 @@ __device__ __forceinline__ void query_gradients(const AttentionBackward& p, int 
         multiply_rows<D, 2, J>(ds, dout_tile + own * ROW, v_tile);
         each_score(ds, [&](float& x, int i, int j, int e) { x *= s[i][j][e]; });
         add_weighted_rows<D, 2, J>(dq, ds, k_tile);
-    }
+    });
     wait_for_copies<0>();
     store_query_gradients<D>(p, heads, dq, first_row, scale);
 }
@@ -5328,16 +4777,16 @@ void launch_attention_backward(Context& ctx, const AttentionBackward& p, const b
         launch(ctx, D == 128 ? attention_backward_kernel<128> : attention_backward_kernel<64>,
                dim3((unsigned)K, (unsigned)tiles), 128, backward_shared(D), p, (int)key_tiles);
 }
-void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const bf16* q, const bf16* keys,
-                                   const bf16* values, const bf16* out, const float* lse, const Batch& b, int H, int K,
-                                   int D, float* delta) {
-    launch_attention_backward(ctx, {dqkv, dout, q, keys, values, lse, delta, b, H, K}, out, delta, D);
+void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const Attended<bf16>& of,
+                            const LayerCache<bf16>& cache, const Batch& b, const HeadShape& shape, float* delta) {
+    const AttentionBackward p = {dqkv, dout, of.q, cache.keys, cache.values, of.lse, delta, b, shape.H, shape.K};
+    launch_attention_backward(ctx, p, of.out, delta, shape.D);
 }
 #endif
 
 #if COMPILED(PART_NORMS_BACKWARD)
-// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of what the norm makes of x, and r
-// and mean of rmsnorm's rule.
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of the norm's output; r and mean as in
+// rmsnorm_backward.
 template <int D> struct WarpHeadBackward {
     static constexpr int P = D / 64;
     WarpHead<D> x, g, w;
@@ -5437,29 +4886,27 @@ __global__ void __launch_bounds__(256) head_weight_kernel(float* dq_weight, floa
     for (int block = 0; block < (int)gridDim.x; block++) sum += __ldcg(partial + block * 2 * D + c);
     *to = sum;
 }
-void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* qkv,
-                                     const bf16* q_weight, const bf16* k_weight, const float* rope, const Batch& b,
-                                     int H, int K, int D, float eps) {
+void qknorm_rope_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>& dnorms, const bf16* qkv,
+                              const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     const auto weights = D == 128 ? head_weight_kernel<128> : head_weight_kernel<64>;
     const auto inputs = D == 128 ? qknorm_rope_backward_kernel<128> : qknorm_rope_backward_kernel<64>;
-    if (dq_weight)
-        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dq_weight, dk_weight, dqkv, qkv,
-                      q_weight, k_weight, rope, b, H, K, eps, ctx.gpu->partial, ctx.gpu->arrived);
+    if (dnorms.q)
+        return launch(ctx, weights, std::min(HEAD_BLOCKS, (b.N + 7) / 8), 256, 0, dnorms.q, dnorms.k, dqkv, qkv,
+                      norms.q, norms.k, norms.rope, b, H, K, shape.eps, ctx.gpu->partial, ctx.gpu->arrived);
     const int blocks = (int)(((int64_t)b.N * (H + K) + 7) / 8);
-    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, q_weight, k_weight, rope, b, H, K, eps);
+    launch(ctx, inputs, blocks, 256, 0, dqkv, qkv, norms.q, norms.k, norms.rope, b, H, K, shape.eps);
 }
 #endif
 #if COMPILED(PART_BACKWARD_ATTENTION)
 // The weights' gradients are sums over the output of attention_backward: with them, one op after the other.
-void attend_backward_gpu(Context& ctx, bf16* dqkv, float* dq_weight, float* dk_weight, const bf16* dout,
-                                const bf16* q, const bf16* keys, const bf16* values, const bf16* out, const float* lse,
-                                const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const float* rope,
-                                const Batch& b, int H, int K, int D, float eps, float* delta) {
-    AttentionBackward p = {dqkv, dout, q, keys, values, lse, delta, b, H, K};
-    if (!dq_weight) p.qkv = qkv, p.q_weight = q_weight, p.k_weight = k_weight, p.rope = rope, p.eps = eps;
-    launch_attention_backward(ctx, p, out, delta, D);
-    if (dq_weight)
-        qknorm_rope_backward_gpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+void attend_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>& dnorms, const bf16* dout,
+                         const Attended<bf16>& of, const LayerCache<bf16>& cache, const bf16* qkv,
+                         const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, float* delta) {
+    AttentionBackward p = {dqkv, dout, of.q, cache.keys, cache.values, of.lse, delta, b, shape.H, shape.K};
+    if (!dnorms.q) p.qkv = qkv, p.q_weight = norms.q, p.k_weight = norms.k, p.rope = norms.rope, p.eps = shape.eps;
+    launch_attention_backward(ctx, p, of.out, delta, shape.D);
+    if (dnorms.q) qknorm_rope_backward_gpu(ctx, dqkv, dnorms, qkv, norms, b, shape);
 }
 #endif
 
@@ -5541,9 +4988,6 @@ void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const f
 }
 #endif
 
-#if (defined(QWEN3_PART) || defined(QWEN3_PRODUCTS)) && !defined(QWEN3_PORTABLE)
-#include "gpu/optional.h" // for sources that instantiate products
-#endif
 #endif // __CUDACC__
 #endif // QWEN3_CU
 

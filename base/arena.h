@@ -12,7 +12,7 @@ constexpr bool WITH_GPU = true;
 #else
 constexpr bool WITH_GPU = false;
 #endif
-void* gpu_allocate(size_t bytes, const char* what); // qwen3.cu, 8
+void* gpu_allocate(size_t bytes, const char* what); // model/gpu.cu
 void gpu_release(void* p);
 
 // An arena is planned by running the same code twice: first without memory, to count; then to hand out.

@@ -188,7 +188,7 @@ struct Filter {
             ground_id = id;
         }
         std::u32string_view question = row.question;
-        std::unordered_set<std::string> asked; // an answer may repeat what the question names
+        std::unordered_set<std::string> asked; // an answer may repeat the question's names
         for_each_fact(question, [&](const std::string& run, bool) { asked.insert(run); });
         size_t facts = 0, found = 0, words = 0, common = 0;
         std::string missing;

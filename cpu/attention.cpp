@@ -54,8 +54,8 @@ template <class T> struct Attention {
     AttentionLoops<A, T> stored;
     AttentionLoops<A, A> widened;
 
-    Attention(T* out, A* lse, const T* q, const T* keys, const T* values, const Batch& b, int H, int K, int D)
-        : out(out), lse(lse), q(q), keys(keys), values(values), b(b), H(H), K(K), D(D), G(H / K) {
+    Attention(T* out, A* lse, const T* q, const LayerCache<T>& cache, const Batch& b, const HeadShape& s)
+        : out(out), lse(lse), q(q), keys(cache.keys), values(cache.values), b(b), H(s.H), K(s.K), D(s.D), G(H / K) {
         const Loops<T>& loops = best_loops<T>();
         stored = loops.stored[D == 128], widened = loops.widened[D == 128];
         heads = std::min(G, ATTENTION_ROWS), tokens = ATTENTION_ROWS / heads;
@@ -199,15 +199,15 @@ template <class T> struct Attention {
 } // namespace
 
 template <class T>
-void attention_cpu(Context&, T* out, acc<T>* lse, const T* q, const T* keys, const T* values, const Batch& b, int H,
-                   int K, int D) {
-    const Attention<T> a(out, lse, q, keys, values, b, H, K, D);
+void attention_cpu(Context&, T* out, acc<T>* lse, const T* q, const LayerCache<T>& cache, const Batch& b,
+                   const HeadShape& shape) {
+    const Attention<T> a(out, lse, q, cache, b, shape);
     #pragma omp parallel for schedule(dynamic) if (a.work > 20000)
     for (int task = 0; task < a.tasks(); task++) a.task(task);
     a.join_splits();
 }
 
-#define INSTANTIATE(T)                                                                                         \
-    template void attention_cpu(Context&, T*, acc<T>*, const T*, const T*, const T*, const Batch&, int, int, int);
+#define INSTANTIATE(T)                                                                                        \
+    template void attention_cpu(Context&, T*, acc<T>*, const T*, const LayerCache<T>&, const Batch&, const HeadShape&);
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE

@@ -43,11 +43,10 @@ void cross_entropy_cpu(Context&, acc<T>* loss, T* dlogits, acc<T>* logits, const
 
 template <class T>
 void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>*,
-                   const T* x, const int* rows, const int* target, acc<T> scale, const acc<T>* by, const Linear<T>& W,
-                   int R) {
-    head_cpu(ctx, logits, picked, x, rows, W, R);
-    cross_entropy_cpu(ctx, loss, dlogits, logits, target, scale, R, W.out());
-    for (int r = 0; r < R; r++) factor[r] = by ? by[r] : 1;
+                   const T* x, const LossRows<acc<T>>& of, const Linear<T>& W) {
+    head_cpu(ctx, logits, picked, x, of.rows, W, of.R);
+    cross_entropy_cpu(ctx, loss, dlogits, logits, of.target, of.scale, of.R, W.out());
+    for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
 }
 
 template <class T>
@@ -109,10 +108,9 @@ void linear_backward_swiglu_cpu(Context& ctx, T* dgate_up, T* hidden, T* dhidden
 
 // One KV head of one sequence, rows n0 .. n1 - 1 of the batch; its sums run over the tokens in order.
 template <class T>
-static void attention_backward_sequence(T* dqkv, const T* dout, const T* q, const T* keys, const T* values,
-                                        const T* out, const acc<T>* lse, const Batch& b, int H, int K, int D,
-                                        acc<T>* delta, int n0, int n1, int kv) {
-    const int G = H / K;
+static void attention_backward_sequence(T* dqkv, const T* dout, const Attended<T>& of, const LayerCache<T>& cache,
+                                        const Batch& b, const HeadShape& shape, acc<T>* delta, int n0, int n1, int kv) {
+    const int H = shape.H, K = shape.K, D = shape.D, G = H / K;
     const size_t width = (size_t)(H + 2 * K) * D, all = (size_t)(n1 - n0) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
     auto key_gradient = [&](int n) { return dqkv + n * width + (size_t)(H + kv) * D; };
@@ -133,18 +131,18 @@ static void attention_backward_sequence(T* dqkv, const T* dout, const T* q, cons
     std::fill(dk, dk + 2 * all, 0);
     for (int n = n0; n < n1; n++) {
         const size_t at = kv_offset(b.slot[n] / PAGE, kv, b.slot[n] % PAGE, K, D);
-        widen(k + (size_t)(n - n0) * D, keys + at, D);
-        widen(v + (size_t)(n - n0) * D, values + at, D);
+        widen(k + (size_t)(n - n0) * D, cache.keys + at, D);
+        widen(v + (size_t)(n - n0) * D, cache.values + at, D);
     }
     for (int n = n0; n < n1; n++)
         for (int g = 0; g < G; g++) {
             const size_t row = (size_t)n * H + kv * G + g;
-            delta[row] = dot(dout + row * D, out + row * D, D);
+            delta[row] = dot(dout + row * D, of.out + row * D, D);
             widen(doutput, dout + row * D, D);
-            for (int i = 0; i < D; i++) query[i] = to_acc(q[row * D + i]) * scale, dquery[i] = 0;
+            for (int i = 0; i < D; i++) query[i] = to_acc(of.q[row * D + i]) * scale, dquery[i] = 0;
             for (int m = 0; m <= n - n0; m++) {
                 const size_t at = (size_t)m * D;
-                const acc<T> p = std::exp(dot(query, k + at, D) - lse[row]);
+                const acc<T> p = std::exp(dot(query, k + at, D) - of.lse[row]);
                 const acc<T> ds = p * (dot(doutput, v + at, D) - delta[row]);
                 for (int i = 0; i < D; i++) dv[at + i] += p * doutput[i];
                 for (int i = 0; i < D; i++) dk[at + i] += ds * query[i];
@@ -160,42 +158,42 @@ static void attention_backward_sequence(T* dqkv, const T* dout, const T* q, cons
 }
 
 template <class T>
-void attention_backward_cpu(Context&, T* dqkv, const T* dout, const T* q, const T* keys, const T* values, const T* out,
-                            const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta) {
+void attention_backward_cpu(Context&, T* dqkv, const T* dout, const Attended<T>& of, const LayerCache<T>& cache,
+                            const Batch& b, const HeadShape& shape, acc<T>* delta) {
     std::vector<int> starts; // of sequences, and N
     for (int n = 0; n < b.N; n++)
         if (n == 0 || b.seq[n] != b.seq[n - 1]) starts.push_back(n);
-    const int tasks = (int)starts.size() * K;
+    const int K = shape.K, tasks = (int)starts.size() * K;
     starts.push_back(b.N);
     #pragma omp parallel for schedule(dynamic) if (b.N > 4)
     for (int task = 0; task < tasks; task++)
-        attention_backward_sequence(dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta, starts[task / K],
-                                    starts[task / K + 1], task % K);
+        attention_backward_sequence(dqkv, dout, of, cache, b, shape, delta, starts[task / K], starts[task / K + 1],
+                                    task % K);
 }
 
 template <class T>
-void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* qkv, const T* q_weight,
-                              const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
-    const int heads = H + K;
+void qknorm_rope_backward_cpu(Context&, T* dqkv, const HeadNormGradients<T>& dnorms, const T* qkv,
+                              const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D, heads = H + K;
     auto at = [&](int n, int h) { return ((size_t)n * (H + 2 * K) + h) * D; };
     // The gradient of plane i of head h, rotated back.
     auto rotate_back = [&](int n, int h, int i, acc<T>& da, acc<T>& db) {
-        const acc<T>* angle = rope + (size_t)b.pos[n] * D + 2 * i;
+        const acc<T>* angle = norms.rope + (size_t)b.pos[n] * D + 2 * i;
         const acc<T> u = to_acc(dqkv[at(n, h) + i]), v = to_acc(dqkv[at(n, h) + i + D / 2]);
         da = u * angle[0] + v * angle[1], db = v * angle[0] - u * angle[1];
     };
-    if (dq_weight) {
+    if (dnorms.q) {
         static thread_local std::vector<acc<T>> kept;
         acc<T>* factor = at_least(kept, (size_t)b.N * heads); // r of each head
         #pragma omp parallel for schedule(static) if (b.N > 4)
         for (int n = 0; n < b.N; n++)
             for (int h = 0; h < heads && b.seq[n] >= 0; h++)
-                factor[n * heads + h] = inverse_rms(qkv + at(n, h), D, eps);
+                factor[n * heads + h] = inverse_rms(qkv + at(n, h), D, shape.eps);
         #pragma omp parallel for schedule(static) if (b.N > 4)
         for (int i = 0; i < D / 2; i++)
             for (int n = 0; n < b.N; n++)
                 for (int h = 0; h < heads && b.seq[n] >= 0; h++) {
-                    acc<T> da, db, *dw = h < H ? dq_weight : dk_weight;
+                    acc<T> da, db, *dw = h < H ? dnorms.q : dnorms.k;
                     rotate_back(n, h, i, da, db);
                     dw[i] += da * to_acc(qkv[at(n, h) + i]) * factor[n * heads + h];
                     dw[i + D / 2] += db * to_acc(qkv[at(n, h) + i + D / 2]) * factor[n * heads + h];
@@ -204,9 +202,9 @@ void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_w
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++)
         for (int h = 0; h < heads && b.seq[n] >= 0; h++) {
-            const T *x = qkv + at(n, h), *w = h < H ? q_weight : k_weight;
+            const T *x = qkv + at(n, h), *w = h < H ? norms.q : norms.k;
             T* dx = dqkv + at(n, h);
-            const acc<T> r = inverse_rms(x, D, eps);
+            const acc<T> r = inverse_rms(x, D, shape.eps);
             acc<T> dy[MAX_HEAD], sum = 0;
             for (int i = 0; i < D / 2; i++) rotate_back(n, h, i, dy[i], dy[i + D / 2]);
             for (int i = 0; i < D; i++) sum += to_acc(x[i]) * to_acc(w[i]) * dy[i];
@@ -216,12 +214,11 @@ void qknorm_rope_backward_cpu(Context&, T* dqkv, acc<T>* dq_weight, acc<T>* dk_w
 }
 
 template <class T>
-void attend_backward_cpu(Context& ctx, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* dout, const T* q,
-                         const T* keys, const T* values, const T* out, const acc<T>* lse, const T* qkv,
-                         const T* q_weight, const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D,
-                         float eps, acc<T>* delta) {
-    attention_backward_cpu(ctx, dqkv, dout, q, keys, values, out, lse, b, H, K, D, delta);
-    qknorm_rope_backward_cpu(ctx, dqkv, dq_weight, dk_weight, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
+void attend_backward_cpu(Context& ctx, T* dqkv, const HeadNormGradients<T>& dnorms, const T* dout,
+                         const Attended<T>& of, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms,
+                         const Batch& b, const HeadShape& shape, acc<T>* delta) {
+    attention_backward_cpu(ctx, dqkv, dout, of, cache, b, shape, delta);
+    qknorm_rope_backward_cpu(ctx, dqkv, dnorms, qkv, norms, b, shape);
 }
 
 // ---- Ops whose definition is fast enough. (`flatten`: compiled here, with this file's optimisation.)
@@ -246,21 +243,21 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
 
 #define INSTANTIATE(T)                                                                                                \
     template void cross_entropy_cpu(Context&, acc<T>*, T*, acc<T>*, const int*, acc<T>, int, int);                    \
-    template void head_loss_cpu(Context&, acc<T>*, T*, acc<T>*, acc<T>*, T*, acc<T>*, const T*, const int*, const     \
-                                int*, acc<T>, const acc<T>*, const Linear<T>&, int);                                  \
+    template void head_loss_cpu(Context&, acc<T>*, T*, acc<T>*, acc<T>*, T*, acc<T>*, const T*,                       \
+                                const LossRows<acc<T>>&, const Linear<T>&);                                           \
     template void scale_rows_cpu(Context&, T*, size_t, const acc<T>*, int, int);                                      \
     template void rmsnorm_backward_cpu(Context&, acc<T>*, T*, T*, acc<T>*, const T*, const acc<T>*, const T*, int,    \
                                        int, float);                                                                   \
     template void swiglu_backward_cpu(Context&, T*, T*, const T*, const T*, int, int);                                \
     template void linear_backward_swiglu_cpu(Context&, T*, T*, T*, T*, acc<T>*, const T*, const T*, const Linear<T>&, \
                                              int);                                                                    \
-    template void attention_backward_cpu(Context&, T*, const T*, const T*, const T*, const T*, const T*, const        \
-                                         acc<T>*, const Batch&, int, int, int, acc<T>*);                              \
-    template void qknorm_rope_backward_cpu(Context&, T*, acc<T>*, acc<T>*, const T*, const T*, const T*, const        \
-                                           acc<T>*, const Batch&, int, int, int, float);                              \
-    template void attend_backward_cpu(Context&, T*, acc<T>*, acc<T>*, const T*, const T*, const T*, const T*, const   \
-                                      T*, const acc<T>*, const T*, const T*, const T*, const acc<T>*, const Batch&,   \
-                                      int, int, int, float, acc<T>*);                                                 \
+    template void attention_backward_cpu(Context&, T*, const T*, const Attended<T>&, const LayerCache<T>&,            \
+                                         const Batch&, const HeadShape&, acc<T>*);                                    \
+    template void qknorm_rope_backward_cpu(Context&, T*, const HeadNormGradients<T>&, const T*, const HeadNorms<T>&,  \
+                                           const Batch&, const HeadShape&);                                           \
+    template void attend_backward_cpu(Context&, T*, const HeadNormGradients<T>&, const T*, const Attended<T>&,        \
+                                      const LayerCache<T>&, const T*, const HeadNorms<T>&, const Batch&,              \
+                                      const HeadShape&, acc<T>*);                                                     \
     template void adamw_cpu(Context&, T*, acc<T>*, acc<T>*, acc<T>*, const acc<T>*, const double*, size_t, const      \
                             AdamW&);
 QWEN3_INSTANCES(INSTANTIATE)

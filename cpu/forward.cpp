@@ -27,15 +27,16 @@ void norm_linear_cpu(Context& ctx, T* out, T* normed, const acc<T>* x, const T* 
 }
 
 template <class T>
-void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight,
-                        const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
+void qknorm_rope_kv_cpu(Context&, T* q, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms,
+                        const Batch& b, const HeadShape& shape) {
+    const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
         const T* row = qkv + (size_t)n * (H + 2 * K) * D;
-        const acc<T>* angle = rope + (size_t)b.pos[n] * D;
+        const acc<T>* angle = norms.rope + (size_t)b.pos[n] * D;
         auto norm_rope = [&](T* out, const T* head, const T* w) {
-            const acc<T> r = inverse_rms(head, D, eps);
+            const acc<T> r = inverse_rms(head, D, shape.eps);
             for (int i = 0; i < D / 2; i++) {
                 const acc<T> u = to_acc(head[i]) * r * to_acc(w[i]);
                 const acc<T> v = to_acc(head[i + D / 2]) * r * to_acc(w[i + D / 2]);
@@ -43,21 +44,21 @@ void qknorm_rope_kv_cpu(Context&, T* q, T* keys, T* values, const T* qkv, const 
                 out[i + D / 2] = to_stored<T>(v * angle[2 * i] + u * angle[2 * i + 1]);
             }
         };
-        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, q_weight);
+        for (int h = 0; h < H; h++) norm_rope(q + ((size_t)n * H + h) * D, row + h * D, norms.q);
         for (int h = 0; h < K; h++) {
             T key[MAX_HEAD];
-            norm_rope(key, row + (H + h) * D, k_weight);
-            store_kv(keys, b.fp8, b.slot[n], h, key, K, D);
-            store_kv(values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
+            norm_rope(key, row + (H + h) * D, norms.k);
+            store_kv(cache.keys, b.fp8, b.slot[n], h, key, K, D);
+            store_kv(cache.values, b.fp8, b.slot[n], h, row + (H + K + h) * D, K, D);
         }
     }
 }
 
 template <class T>
-void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight,
-                const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D, float eps) {
-    qknorm_rope_kv_cpu(ctx, q, keys, values, qkv, q_weight, k_weight, rope, b, H, K, D, eps);
-    attention_cpu(ctx, out, lse, q, keys, values, b, H, K, D);
+void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, const LayerCache<T>& cache, const T* qkv,
+                const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+    qknorm_rope_kv_cpu(ctx, q, cache, qkv, norms, b, shape);
+    attention_cpu(ctx, out, lse, q, cache, b, shape);
 }
 
 template <class T> void swiglu_cpu(Context&, T* out, const T* gate_up, int N, int F) {
@@ -90,10 +91,10 @@ void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const a
     template void embed_cpu(Context&, acc<T>*, const Linear<T>&, const Batch&, int);                                  \
     template void rmsnorm_cpu(Context&, T*, const acc<T>*, const T*, int, int, float);                                \
     template void norm_linear_cpu(Context&, T*, T*, const acc<T>*, const T*, const Linear<T>&, int, float);           \
-    template void qknorm_rope_kv_cpu(Context&, T*, T*, T*, const T*, const T*, const T*, const acc<T>*, const Batch&, \
-                                     int, int, int, float);                                                           \
-    template void attend_cpu(Context&, T*, acc<T>*, T*, T*, T*, const T*, const T*, const T*, const acc<T>*,          \
-                             const Batch&, int, int, int, float);                                                     \
+    template void qknorm_rope_kv_cpu(Context&, T*, const LayerCache<T>&, const T*, const HeadNorms<T>&, const Batch&, \
+                                     const HeadShape&);                                                               \
+    template void attend_cpu(Context&, T*, acc<T>*, T*, const LayerCache<T>&, const T*, const HeadNorms<T>&,          \
+                             const Batch&, const HeadShape&);                                                         \
     template void swiglu_cpu(Context&, T*, const T*, int, int);                                                       \
     template void norm_linear_swiglu_cpu(Context&, T*, T*, T*, const acc<T>*, const T*, const Linear<T>&, int, float);
 QWEN3_INSTANCES(INSTANTIATE)

@@ -42,18 +42,18 @@ void norm_linear_cpu(Context& ctx, T* out, T* normed, const acc<T>* x, const T* 
 
 // Norm and RoPE of the heads of q and k; k and v go to the cache
 template <class T>
-void qknorm_rope_kv_cpu(Context& ctx, T* q, T* keys, T* values, const T* qkv, const T* q_weight, const T* k_weight,
-                        const acc<T>* rope, const Batch& b, int H, int K, int D, float eps);
+void qknorm_rope_kv_cpu(Context& ctx, T* q, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms,
+                        const Batch& b, const HeadShape& shape);
 
 // out[n][h] = the softmax-weighted sum of the values of n's sequence
 template <class T>
-void attention_cpu(Context& ctx, T* out, acc<T>* lse, const T* q, const T* keys, const T* values, const Batch& b, int H,
-                   int K, int D);
+void attention_cpu(Context& ctx, T* out, acc<T>* lse, const T* q, const LayerCache<T>& cache, const Batch& b,
+                   const HeadShape& shape);
 
 // Both: from qkv to the input of o
 template <class T>
-void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, T* keys, T* values, const T* qkv, const T* q_weight,
-                const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D, float eps);
+void attend_cpu(Context& ctx, T* out, acc<T>* lse, T* q, const LayerCache<T>& cache, const T* qkv,
+                const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape);
 
 // out = silu(gate) * up
 template <class T> void swiglu_cpu(Context& ctx, T* out, const T* gate_up, int N, int F);
@@ -85,8 +85,7 @@ void cross_entropy_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, c
 // head_cpu and cross_entropy_cpu
 template <class T>
 void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>* parts,
-                   const T* x, const int* rows, const int* target, acc<T> scale, const acc<T>* by, const Linear<T>& W,
-                   int R);
+                   const T* x, const LossRows<acc<T>>& of, const Linear<T>& W);
 
 // total += all losses, in order
 template <class A> void add_losses_cpu(Context& ctx, double* total, const A* loss, int R);
@@ -127,21 +126,19 @@ void linear_backward_swiglu_cpu(Context& ctx, T* dgate_up, T* hidden, T* dhidden
 
 // Gradients of q and k after RoPE, and of v
 template <class T>
-void attention_backward_cpu(Context& ctx, T* dqkv, const T* dout, const T* q, const T* keys, const T* values,
-                            const T* out, const acc<T>* lse, const Batch& b, int H, int K, int D, acc<T>* delta);
+void attention_backward_cpu(Context& ctx, T* dqkv, const T* dout, const Attended<T>& of, const LayerCache<T>& cache,
+                            const Batch& b, const HeadShape& shape, acc<T>* delta);
 
 // Those of q and k before norm and RoPE, in place, and of the norms' weights
 template <class T>
-void qknorm_rope_backward_cpu(Context& ctx, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* qkv,
-                              const T* q_weight, const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K,
-                              int D, float eps);
+void qknorm_rope_backward_cpu(Context& ctx, T* dqkv, const HeadNormGradients<T>& dnorms, const T* qkv,
+                              const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape);
 
 // Both
 template <class T>
-void attend_backward_cpu(Context& ctx, T* dqkv, acc<T>* dq_weight, acc<T>* dk_weight, const T* dout, const T* q,
-                         const T* keys, const T* values, const T* out, const acc<T>* lse, const T* qkv,
-                         const T* q_weight, const T* k_weight, const acc<T>* rope, const Batch& b, int H, int K, int D,
-                         float eps, acc<T>* delta);
+void attend_backward_cpu(Context& ctx, T* dqkv, const HeadNormGradients<T>& dnorms, const T* dout,
+                         const Attended<T>& of, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms,
+                         const Batch& b, const HeadShape& shape, acc<T>* delta);
 
 // dW[token[n]] += dx[n]
 template <class A> void embed_backward_cpu(Context& ctx, A* dW, const A* dx, const Batch& b, int C);

@@ -1,3 +1,3 @@
 // gpu/draws.cu: compiles the sampler of qwen3.cu, section 12.
-#define QWEN3_PART PART_DRAWS
+#define PART_DRAWS 1
 #include "qwen3.cu"

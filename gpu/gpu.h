@@ -3,7 +3,7 @@
 #include "gpu/attention/hopper.h"
 #include "gpu/backward/hopper.h"
 #include "gpu/backward/lora_up.h"
-#include "gpu/optional.h"
+#include "gpu/optional_products.h"
 #include "gpu/packed/unpack.h"
 #include "gpu/step/formats.h"
 #include "gpu/step/road.h"

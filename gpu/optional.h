@@ -1,68 +1,49 @@
-// gpu/optional.h: the optional kernels that Book II's launchers of products try before their own (qwen3.cu, Optional):
-// Hopper's tiles, packed weights, FP8 activations. qwen3.cu includes it for sources that define QWEN3_PART or
-// QWEN3_PRODUCTS.
+// gpu/optional.h: the optional kernels, declared. qwen3.cu, 8, says how Book II calls them; templates are defined
+// in gpu/optional_products.h.
 #pragma once
-#include "gpu/packed/e4m3.h"
-#include "gpu/packed/few.h"
-#include "gpu/packed/hopper.h"
-#include "gpu/packed/packed.h"
-#include "gpu/packed/unpack.h"
-#include "gpu/products/plans.h"
-#include "qwen3.cu"
+#include "model/context.h"
+#include "model/gpu_ops.h"
+#include <cstddef>
+#include <memory>
 
-template <class Epilogue>
-RowsDealt Optional::few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
-                        int N) {
-    if (W.format == Format::PLAIN) return {};
-    return packed_product(ctx, epilogue, x, rows, W, N);
-}
+struct AttentionArgs; // qwen3.cu, Book II, has these
+struct AttentionBackward;
+struct TileArgs;
+template <class T> struct Weights; // Book I
 
-template <class Epilogue>
-bool Optional::many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N) {
-    constexpr bool HEAD = std::is_same_v<Epilogue, StoreEpilogue<float>>; // whose x is never rounded
-    const bool rounds = !HEAD && rounds_activations(ctx, W, N);
-    if constexpr (!HEAD)
-        if (rounds && takes_e4m3(W)) {
-            e4m3_product(ctx, epilogue, e4m3_rows(ctx, x, N, W.in), W, N);
-            return true;
-        }
-    if (rounds) x = rounded(ctx, x, N, W.in);
-    if (!streams_packed(ctx, W, N)) return false;
-    packed_hopper_product(ctx, epilogue, x, W, N);
-    return true;
-}
-
-template <class Epilogue>
-bool Optional::norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
-                         const Linear<bf16>& W, int N, float eps) {
-    if (!rounds_activations(ctx, W, N) || !takes_e4m3(W)) return false;
-    const E4M3Rows x = first_rows(ctx, N, W.in);
-    rmsnorm_rounded_gpu(ctx, x, stream, norm, N, W.in, eps);
-    e4m3_product(ctx, epilogue, x, W, N);
-    return true;
-}
-
-template <bool X_COLS, bool W_COLS, class Epilogue>
-bool Optional::tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue) {
-    if (!ctx.gpu->hopper) return false;
-    hopper_product<X_COLS, W_COLS>(ctx, p, epilogue);
-    return true;
-}
-
-template <class Use> void Optional::weights(Context& ctx, const Linear<bf16>& W, Use use) {
-    const bf16* weights = unpacked(ctx, W);
-    const AfterUnpacking order(ctx, W);
-    use(weights);
-}
-template <class Use> void Optional::parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use) {
-    each_part(ctx, W, columns, [&](int first, int count, const bf16* weights) {
-        const AfterUnpacking order(ctx, W);
-        use(first, count, weights);
-    });
-}
-
-template <class Use> bool Optional::packed_rows(const Linear<bf16>& W, Use use) {
-    if (W.format == Format::PLAIN) return false;
-    with_packing(W, [&](auto format) { use(PackedRows<decltype(format)>{packed_args(W)}); });
-    return true;
-}
+struct Optional {
+    // embed of a packed table.
+    static bool embed(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b);
+    // The product of up to 16 tokens, rows `rows` of x or (null) the first N, with packed weights.
+    template <class Epilogue>
+    static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
+                         int N);
+    // The product of more tokens with packed weights as they are stored. It may round the activations in x.
+    template <class Epilogue>
+    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
+    template <class Epilogue>
+    static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
+                          const Linear<bf16>& W, int N, float eps);
+    // A product by tiles: on Hopper.
+    template <bool X_COLS, bool W_COLS, class Epilogue>
+    static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);
+    // linear_backward_weight, where its transposed product takes less time.
+    static bool weight_gradient(Context& ctx, float* dW, const TileArgs& p, const TileArgs& transposed);
+    // Calls use(weights) with W in bf16; or use(first, count, weights) for parts of its rows or columns.
+    template <class Use> static void weights(Context& ctx, const Linear<bf16>& W, Use use);
+    template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
+    // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k, W.in) reads RUN numbers of row r from k on.
+    template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
+    // attention of prompts, for heads of D numbers: the number of splits of the keys.
+    static int attention(Context& ctx, const AttentionArgs& p, int D);
+    static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);
+    // dh and dB of an adapter, see lora_up_backward.
+    static bool lora_up(Context& ctx, bf16* dh, float* dB, bf16* scratch, const bf16* dy, const Linear<bf16>& W, int N);
+    // Scratch of forwards of up to `rows` rows.
+    static void plan(Context& ctx, Arena& arena, const Config& c, int rows);
+    // A step as one kernel, or null; its copy of the weights takes at most 1 / share of the free memory, less
+    // `spoken_for`.
+    static std::unique_ptr<OneKernelStep> one_kernel(const Context& ctx, const Config& c, const Weights<bf16>& w,
+                                                     size_t share = 2, size_t spoken_for = 0);
+    static constexpr bool HERE = true; // gpu/ is part of this build
+};

@@ -62,6 +62,7 @@ struct Paged {
         return gpu();
     }
     static const ::bf16* at(const bf16* p) { return (const ::bf16*)p; }
+    LayerCache<::bf16> cache() { return {(::bf16*)k.p, (::bf16*)v.p}; }
 };
 #endif
 
@@ -979,13 +980,13 @@ inline void backward_tensor(Gradients& p) {
 #ifdef LAB_QWEN3
 inline void run_qwen3(Prompt& p) {
     Paged& pages = p.paged();
-    attention_gpu(pages.context(), (::bf16*)p.out.p, p.lse, pages.at(p.Q), pages.at(pages.k), pages.at(pages.v),
-                  pages.b, p.H, p.K, D);
+    attention_gpu(pages.context(), (::bf16*)p.out.p, p.lse, pages.at(p.Q), pages.cache(), pages.b,
+                  {p.H, p.K, D});
 }
 inline void run_qwen3_backward(Gradients& p) {
     Paged& pages = p.paged();
-    attention_backward_gpu(pages.context(), (::bf16*)p.dqkv.p, pages.at(p.DOUT), pages.at(p.Q), pages.at(pages.k),
-                           pages.at(pages.v), pages.at(p.out), p.lse, pages.b, p.H, p.K, D, p.delta);
+    attention_backward_gpu(pages.context(), (::bf16*)p.dqkv.p, pages.at(p.DOUT),
+                           {pages.at(p.Q), pages.at(p.out), p.lse}, pages.cache(), pages.b, {p.H, p.K, D}, p.delta);
 }
 #endif
 inline Laboratory laboratory() {

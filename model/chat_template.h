@@ -27,7 +27,7 @@ struct ToolCall {
 struct Message {
     std::string role;                       // system, user, assistant or tool
     std::string content;                    // an assistant's may begin with <think>...</think>
-    std::optional<std::string> reasoning{}; // what the assistant thought, if it is not in content
+    std::optional<std::string> reasoning{}; // the assistant's reasoning, if it is not in content
     std::vector<ToolCall> tool_calls{};     // the assistant's
 };
 

@@ -19,7 +19,7 @@ struct Context {
     const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
 };
 
-void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host); // qwen3.cu, 8, has these four
+void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host); // model/gpu.cu
 void gpu_clear(Context& ctx, void* p, size_t bytes);
 void* gpu_host_allocate(size_t bytes);
 void gpu_host_release(void* p);

@@ -14,7 +14,7 @@
 //   char magic[8]            "qwen3set"
 //   u32  version             1; 2 if the rows are pairs
 //   u32  zero
-//   u64  tokenizer, template names of what the rows were made with: Tokenizer::hash(), template_hash()
+//   u64  names of the tokenizer and the template of the rows: Tokenizer::hash(), template_hash()
 //   u64  R, N
 //   u32  token[N]            the rows, one after another; the top bit says "train on this one"
 //   u32  zero                only if N is odd

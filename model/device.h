@@ -12,7 +12,7 @@ std::string device_name(const Context& ctx);
 // Whether to compute in float: the checkpoint's stored type decides, unless --dtype is given. The GPU computes in bf16.
 bool wide(const ModelOptions& o, const ModelFile& file);
 
-// Book II defines these (qwen3.cu, 8), in CUDA builds only.
+// model/gpu.cu defines these, in CUDA builds only.
 // GPU `device` with a stream of its own; it becomes this thread's GPU. Throws Error, one line with the reason, if there
 // is none.
 Context open_gpu(int device);

@@ -1,7 +1,8 @@
 // model/draw_ahead.cu: the draws of a session on a GPU, a graph a step.
 #ifdef QWEN3_GPU
-#include "qwen3.cu"
 #include "model/draw_ahead.h"
+#include "model/graph.h"
+#include "qwen3.cu"
 
 std::shared_ptr<DrawsAhead> gpu_draws(Session<bf16>& session) { return std::make_shared<GpuDraws>(session); }
 

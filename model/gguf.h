@@ -69,7 +69,7 @@ struct GgufFile {
     [[noreturn]] void fail(const std::string& what) const { DIE("%s: %s", path.c_str(), what.c_str()); }
 
   private:
-    const uint8_t *at, *end;            // what is still to be read
+    const uint8_t *at, *end;            // the unread bytes
     std::vector<uint64_t> offsets;      // of the tensors
     size_t left() const { return (size_t)(end - at); }
 

@@ -15,7 +15,7 @@
 struct GgufWritten {
     size_t bytes = 0;               // of the file
     std::string types;              // "197 x Q8_0, 113 x F32"
-    std::vector<std::string> notes; // a line for each loss: what the file does not have as the model has it
+    std::vector<std::string> notes; // a line for each loss: numbers that differ from the model's
 };
 
 // Writes the model with its tokenizer and its chat template (if it has none: QWEN3_JINJA). Throws Error if the model

@@ -47,7 +47,7 @@ struct ModelFile {
     // path: a model.bin, a GGUF file, a Hugging Face folder, or a folder with a model.bin (and no Hugging Face model).
     explicit ModelFile(const std::string& p);
 
-    // The checkpoint's own type is what the embedding is stored in. (F16 is read as bf16.)
+    // The checkpoint's own type is its embedding's. (F16 is read as bf16.)
     bool is_int8() const { return embedding_type() == Dtype::I8; } // (with a quantization_config it is Packed)
     bool is_quantized() const {
         return std::any_of(tensors.begin(), tensors.end(), [](auto& t) { return t.second.is_quantized(); });

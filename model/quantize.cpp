@@ -216,7 +216,7 @@ template <class T> Batch Calibration<T>::batch(size_t window) const {
 
 template <class T> void Calibration<T>::forward(int l, size_t window) {
     a.in = in[window];
-    layer_forward(ctx, file.config, weights.layers[l], batch(window), a, cache.keys, cache.values, rope);
+    layer_forward(ctx, file.config, weights.layers[l], batch(window), a, cache.layer(0), rope);
 }
 
 template <class T> void Calibration<T>::sum_squares(int l, const std::function<void()>& each) {

@@ -32,7 +32,7 @@ template <class T> struct Session {
     const Config& config;
     const Weights<T>& weights;
     int capacity;             // tokens
-    std::vector<int> ids;     // what the cache holds
+    std::vector<int> ids;     // of the rows in the cache
     acc<T>* logits;           // (V) after the last id that was fed, in the CPU's memory
 
     // Where it computes. The rest is for DrawsAhead.

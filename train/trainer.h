@@ -46,7 +46,7 @@ template <class T> struct Trainer {
     Loader loader;
     Parameters<T> params;
     int64_t steps, step = 0; // in all, done
-    std::string run;         // what it is, see describe_run
+    std::string run;         // its description, see describe_run
 
     Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
             const Dataset* evaluation);

@@ -1,3 +1,3 @@
-// gpu/attention/attend.cu: compiles attend and scratch of qwen3.cu, section 11.
-#define QWEN3_PART PART_ATTEND
+// gpu/attention/attend.cu: compiles attend of qwen3.cu, section 11.
+#define PART_ATTEND 1
 #include "qwen3.cu"

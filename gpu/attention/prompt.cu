@@ -1,3 +1,3 @@
 // gpu/attention/prompt.cu: compiles attention of qwen3.cu, section 11.
-#define QWEN3_PART PART_PROMPT
+#define PART_PROMPT 1
 #include "qwen3.cu"

@@ -1,3 +1,3 @@
 // gpu/backward/attention.cu: compiles attention_backward of qwen3.cu, section 13.
-#define QWEN3_PART PART_BACKWARD_ATTENTION
+#define PART_BACKWARD_ATTENTION 1
 #include "qwen3.cu"

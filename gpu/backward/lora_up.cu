@@ -1,11 +1,44 @@
 // gpu/backward/lora_up.cu: dh and dB of adapters: compiles those of qwen3.cu, section 13, and has Hopper's.
-#define QWEN3_PART PART_LORA_UP
+#define PART_LORA_UP 1
+#include "gpu/optional_products.h"
 #include "qwen3.cu"
 #include "gpu/backward/lora_up.h"
 
 struct LoraUpMaps {
     CUtensorMap dy, h, B;
 };
+#ifdef HAVE_WGMMA
+// A tile's dh: both warpgroups' halves, in alternating buffers (so one barrier a tile is enough), to memory.
+__device__ __forceinline__ void store_dh(float (&dh)[1][4][4], const LoraUp& p, uint32_t buffers, int tile, int u,
+                                         int j) {
+    using S = LoraUp;
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, c0 = j * p.rank;
+    const uint32_t half = buffers + tile % 2 * S::DH_BYTES + threadIdx.x % 128 * 16;
+    if (group)
+        #pragma unroll
+        for (int f = 0; f < 4; f++)
+            store_shared(half + f * 128 * 16, dh[0][f]);
+    asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
+    if (group) return;
+    #pragma unroll
+    for (int f = 0; f < 4; f++) {
+        const uint4 v = load_shared(half + f * 128 * 16);
+        dh[0][f][0] += __uint_as_float(v.x), dh[0][f][1] += __uint_as_float(v.y);
+        dh[0][f][2] += __uint_as_float(v.z), dh[0][f][3] += __uint_as_float(v.w);
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) { // of token e * 8 + lane / 4 columns c .. c + 3
+        const int e = i % 2, n = tile * S::TOKENS + warp * 16 + e * 8 + lane / 4;
+        const int c = i / 2 * 16 + lane % 4 / 2 * 4 + lane % 2 * 8;
+        const float4 y = four_columns(dh[0][i / 2 * 2], dh[0][i / 2 * 2 + 1], e);
+        if (n >= p.N) continue;
+        if (p.has_parts(j)) {
+            const int part = p.pick(p.part, j) + u - p.pick(p.unit, j);
+            store_four(p.dh_parts + ((size_t)part * p.N + n) * S::RANK + c, y);
+        } else if (c < p.rank) store_four(p.dh + (size_t)n * p.width + c0 + c, y);
+    }
+}
+#endif
 __global__ void __launch_bounds__(LoraUp::THREADS, 1)
 lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ LoraUp p) {
 #ifdef HAVE_WGMMA
@@ -48,9 +81,9 @@ lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ 
     }
     take_registers<232>();
     wait_for_previous(); // whose scratch this kernel writes
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int group = threadIdx.x / 128;
     const auto done_with = [&](int stage) {
-        if (lane == 0) barrier_arrive(empty(stage));
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty(stage));
     };
     barrier_wait(B_there, 0);
     float dB[2 * S::PIECES][4][4]; // of 64 rows each
@@ -82,31 +115,7 @@ lora_up_kernel(const __grid_constant__ LoraUpMaps maps, const __grid_constant__ 
         wgmma_wait<0>();
         wgmma_settle(dh);
         done_with(before);
-        // Both warpgroups' halves, in alternating buffers: so one barrier a tile is enough.
-        const uint32_t half = dh_at + tile % 2 * S::DH_BYTES + threadIdx.x % 128 * 16;
-        if (group)
-            #pragma unroll
-            for (int f = 0; f < 4; f++)
-                store_shared(half + f * 128 * 16, dh[0][f]);
-        asm volatile("barrier.sync 1, %0;" ::"n"(S::CONSUMERS) : "memory");
-        if (group) continue;
-        #pragma unroll
-        for (int f = 0; f < 4; f++) {
-            const uint4 v = load_shared(half + f * 128 * 16);
-            dh[0][f][0] += __uint_as_float(v.x), dh[0][f][1] += __uint_as_float(v.y);
-            dh[0][f][2] += __uint_as_float(v.z), dh[0][f][3] += __uint_as_float(v.w);
-        }
-        #pragma unroll
-        for (int i = 0; i < 4; i++) { // of token e * 8 + lane / 4 columns c .. c + 3
-            const int e = i % 2, n = tile * S::TOKENS + warp * 16 + e * 8 + lane / 4;
-            const int c = i / 2 * 16 + lane % 4 / 2 * 4 + lane % 2 * 8;
-            const float4 y = four_columns(dh[0][i / 2 * 2], dh[0][i / 2 * 2 + 1], e);
-            if (n >= p.N) continue;
-            if (p.has_parts(j)) {
-                const int part = p.pick(p.part, j) + u - p.pick(p.unit, j);
-                store_four(p.dh_parts + ((size_t)part * p.N + n) * S::RANK + c, y);
-            } else if (c < p.rank) store_four(p.dh + (size_t)n * p.width + c0 + c, y);
-        }
+        store_dh(dh, p, dh_at, tile, u, j);
     }
     let_next_start();
     wgmma_settle(dB);

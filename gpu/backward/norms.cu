@@ -1,3 +1,3 @@
 // gpu/backward/norms.cu: compiles norms, backward of qwen3.cu, section 13.
-#define QWEN3_PART PART_NORMS_BACKWARD
+#define PART_NORMS_BACKWARD 1
 #include "qwen3.cu"

@@ -1,3 +1,4 @@
 // gpu/backward/swiglu.cu: compiles linear_backward_swiglu of qwen3.cu, section 13, with the optional kernels.
-#define QWEN3_PART PART_BACKWARD_SWIGLU
+#define PART_BACKWARD_SWIGLU 1
+#include "gpu/optional_products.h"
 #include "qwen3.cu"

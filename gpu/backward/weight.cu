@@ -1,5 +1,6 @@
 // gpu/backward/weight.cu: compiles linear_backward_weight of qwen3.cu, section 13, with the optional kernels.
-#define QWEN3_PART PART_WEIGHT
+#define PART_WEIGHT 1
+#include "gpu/optional_products.h"
 #include "qwen3.cu"
 
 // For some shapes the transposed product has fewer waves of tiles.

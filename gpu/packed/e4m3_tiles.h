@@ -79,10 +79,11 @@ __global__ void __launch_bounds__(S::THREADS, 1) e4m3_tile_kernel(TileArgs p, Ep
         commit_copies(); // (the first of these groups has all of the weights above)
     }
     float sum[S::MF][S::NF][4] = {};
-    int step = at.first;
-    walk_steps(stages, at.first, at.last, [&](uint32_t x, uint32_t w) {
-        const GroupScales<S, PAIR> scales(p, at, step++);
-        multiply_group<S, PAIR>(sum, x, w, scales);
+    walk_ring<S::STAGES>(at.first, at.last, [&](int step) {
+        if (step < at.last) stages.copy_x(step), stages.copy_w(step);
+    }, [&](int step) {
+        const GroupScales<S, PAIR> scales(p, at, step);
+        multiply_group<S, PAIR>(sum, stages.x_stage(step), stages.w_stage(step), scales);
     });
     wait_for_copies<0>();
     if (!p.early) let_next_start();
@@ -99,7 +100,7 @@ template <class S, class Epilogue> void launch_e4m3_tiles(Context& ctx, TileArgs
 }
 using E4M3Tile128x128 = TileShape<128, 128, 32, 64, 3>; // by twice the warps of Tile128x128, for registers
 template <class Epilogue> void e4m3_tile_product(Context& ctx, TileArgs p, Epilogue epilogue) {
-    const TilePlan plan(ctx, p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in);
+    const TilePlan plan(ctx, tile_times(ctx.gpu->sm), p.N, Epilogue::PAIR ? 2 * p.out : p.out, p.in);
     p.splits = plan.splits, p.early = p.N <= 128;
     switch (plan.shape) {
         case 0: return launch_e4m3_tiles<E4M3Tile128x128>(ctx, p, epilogue);

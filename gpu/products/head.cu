@@ -1,3 +1,4 @@
 // gpu/products/head.cu: compiles head of qwen3.cu, section 10, with the optional kernels.
-#define QWEN3_PART PART_HEAD
+#define PART_HEAD 1
+#include "gpu/optional_products.h"
 #include "qwen3.cu"

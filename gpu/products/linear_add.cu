@@ -1,3 +1,4 @@
 // gpu/products/linear_add.cu: compiles linear_add of qwen3.cu, section 10, with the optional kernels.
-#define QWEN3_PART PART_LINEAR_ADD
+#define PART_LINEAR_ADD 1
+#include "gpu/optional_products.h"
 #include "qwen3.cu"

@@ -1,3 +1,3 @@
 // gpu/products/lora.cu: compiles the kernels of adapters of qwen3.cu, section 10 and 13.
-#define QWEN3_PART PART_LORA
+#define PART_LORA 1
 #include "qwen3.cu"

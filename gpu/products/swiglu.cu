@@ -1,3 +1,4 @@
 // gpu/products/swiglu.cu: compiles norm_linear_swiglu of qwen3.cu, section 10, with the optional kernels.
-#define QWEN3_PART PART_SWIGLU
+#define PART_SWIGLU 1
+#include "gpu/optional_products.h"
 #include "qwen3.cu"

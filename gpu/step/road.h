@@ -29,7 +29,7 @@ struct StepRoad : OneKernelStep {
     StepRoad(const Context& where, const Config& c, const Weights<bf16>& w, size_t share = 2, size_t spoken_for = 0);
     StepRoad(const StepRoad&) = delete;
     ~StepRoad() override;
-    // The kernel variant, or null; an explicit request is told the reason once. WHERE_FASTER: where measurements show
+    // The kernel variant, or null; an explicit request prints the reason once. WHERE_FASTER: where measurements show
     // that it is faster (on Hopper), except with ctx.invariant: its sums have another order than a prompt's.
     static std::unique_ptr<StepRoad> find(const Context& ctx, const Config& c, const Weights<bf16>& w,
                                           size_t share = 2, size_t spoken_for = 0);

@@ -468,11 +468,22 @@ template <class S> struct Step {
             if (row < draw.exist) likeliest = max(likeliest, draw_key(usable(y), row));
         }
     }
-    // Copies a product's input to `work`, a row a token, or for packed weights in store_x's layout; before a norm also
-    // the words' squares. A warp loads the words of the chunks that it multiplies, and waits for no other warp.
-    __device__ __forceinline__ void input(int kind, int layer) {
+    // The words of a product's input. A warp loads those of the chunks that it multiplies, and waits for no other warp.
+    struct Input {
+        static constexpr int WORDS = S::NUMBERS / 4; // of a chunk's x
+        const uint4* from;
+        int warp, count, filled; // words that this warp loads; with the zeros behind them
+        int mine;                // ... of whole chunks
+        int joined;              // splits of attention to join
+        uint32_t epoch;
+        bool embeds, normed;     // words are of embeddings; their squares are summed before a norm
+        __device__ __forceinline__ int word(unsigned i) const { // this warp's i-th
+            return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS);
+        }
+    };
+    __device__ __forceinline__ Input input_of(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
-        constexpr int WORDS = S::NUMBERS / 4; // words of a chunk's x
+        constexpr int WORDS = Input::WORDS;
         const int words = q.in / 4, steps = (words + WORDS - 1) / WORDS; // the last of them may be short
         const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * WORDS : 0;
         const int count = mine - ((steps - 1) % WARPS == warp ? steps * WORDS - words : 0);
@@ -484,97 +495,104 @@ template <class S> struct Step {
                                                    : p.out;
         const int joined = kind == STEP_O && S::TOKENS == 1 ? dealt.place[0].joined : 1;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
-        auto word_of = [&](unsigned i) { return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS); };
-        const bool embeds = kind == STEP_QKV && layer == 0;
-        if constexpr (!W::PLAIN) { // all lanes together, as store_x requires; four words each if there are enough
-            const int all = S::BATCHED ? filled : mine;
-            float square = 0;
-            int done = 0;
-            auto take = [&](auto once) {
-                constexpr int ONCE = decltype(once)::value;
+        return {from, warp, count, filled, mine, joined, e, kind == STEP_QKV && layer == 0, normed};
+    }
+    // Copies a product's input to `work`, before a norm also the words' squares.
+    __device__ __forceinline__ void input(int kind, int layer) {
+        const Input in = input_of(kind, layer);
+        if constexpr (W::PLAIN) input_rows(in, kind);
+        else input_packed(in);
+        __syncwarp();
+    }
+    // For packed weights, in store_x's layout: all lanes together, as it requires; four words each if there are enough.
+    __device__ __forceinline__ void input_packed(const Input& in) {
+        const int all = S::BATCHED ? in.filled : in.mine;
+        float square = 0;
+        int done = 0;
+        auto take = [&](auto once) {
+            constexpr int ONCE = decltype(once)::value;
+            uint4 v[ONCE];
+            auto at = [&](int j) { return done + 32 * j + lane; };
+            auto there = [&](int j) { return at(j) < in.count; };
+            const auto word = [&](int j) { return in.from + in.word(at(j)); };
+            if (in.embeds) {
+                GPU_UNROLL
+                for (int j = 0; j < ONCE; j++)
+                    v[j] = there(j) ? embedded(0, in.word(at(j))) : make_uint4(0, 0, 0, 0);
+            } else if (in.joined > 1) await_joined<1>(v, in.joined, in.epoch, word, there);
+            else await_all(v, in.epoch, word, there);
+            __syncwarp();
+            GPU_UNROLL
+            for (int j = 0; j < ONCE; j++) {
+                square += __uint_as_float(v[j].z);
+                W::store_x((unsigned char*)work + (warp + at(j) / in.WORDS * WARPS) * W::X_BYTES, at(j) % in.WORDS,
+                           make_uint2(v[j].x, v[j].y), at(j) < all);
+            }
+            done += 32 * ONCE;
+        };
+        while (done + 4 * 32 <= all) take(std::integral_constant<int, 4>());
+        while (done < all) take(std::integral_constant<int, 1>());
+        if (!in.normed) return;
+        square = warp_sum(square);
+        if (lane == 0) squares_of(0)[warp] = square;
+    }
+    // A row a token. One in APART of the words are this lane's.
+    __device__ __forceinline__ void input_rows(const Input& in, int kind) {
+        const StepProduct& q = dealt.product[kind];
+        constexpr int APART = 32 * WARPS, ONCE = S::TOKENS == 1 ? 4 : S::TOKENS < 8 ? 8 / S::TOKENS : 1;
+        const int count = in.count, width = S::row(q.in);
+        const int apart = kind == STEP_O ? p.att_words() : q.in / 4; // from token to token
+        for (int i = count + lane; i < in.filled; i += 32)
+            for (int m = 0; m < N; m++) *(uint2*)(work + m * width + 4 * in.word(i)) = make_uint2(0, 0);
+        const uint4* own = in.from + in.word(lane);
+        bf16* to = work + 4 * in.word(lane);
+        float square[S::TOKENS] = {};
+        auto take = [&](int m, int i, const uint4& v) { // the i-th
+            *(uint2*)(to + m * width + 4 * i * APART) = make_uint2(v.x, v.y);
+            square[m] += __uint_as_float(v.z);
+        };
+        if (in.embeds)
+            GPU_UNROLL
+            for (int m = 0; m < S::TOKENS; m++)
+                for (int i = lane; i < count && m < N; i += 32) take(m, i / 32, embedded(m, in.word(i)));
+        else if (S::TOKENS == 1 && in.joined > 1)
+            for (int i = lane; i - lane < count; i += 64, own += 2 * APART, to += 8 * APART) {
+                uint4 v[2];
+                auto there = [&](int j) { return i + 32 * j < count; };
+                await_joined<1>(v, in.joined, in.epoch, [&](int j) { return own + j * APART; }, there);
+                GPU_UNROLL
+                for (int j = 0; j < 2; j++)
+                    if (there(j)) take(0, j, v[j]);
+            }
+        else if constexpr (S::TOKENS == 1) { // one lane polls, and the others look when its word has arrived
+            if (lane == 0 && count) await(own, in.epoch);
+            __syncwarp();
+            for (int i = lane; i < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
                 uint4 v[ONCE];
-                auto at = [&](int j) { return done + 32 * j + lane; };
-                auto there = [&](int j) { return at(j) < count; };
-                if (embeds) {
-                    GPU_UNROLL
-                    for (int j = 0; j < ONCE; j++)
-                        v[j] = there(j) ? embedded(0, word_of(at(j))) : make_uint4(0, 0, 0, 0);
-                } else if (joined > 1)
-                    await_joined<1>(v, joined, e, [&](int j) { return from + word_of(at(j)); }, there);
-                else await_all(v, e, [&](int j) { return from + word_of(at(j)); }, there);
-                __syncwarp();
+                GPU_UNROLL
+                for (int j = 0; j < ONCE; j++)
+                    if (i + j * 32 < count) v[j] = step_peek(own + j * APART);
                 GPU_UNROLL
                 for (int j = 0; j < ONCE; j++) {
-                    square += __uint_as_float(v[j].z);
-                    W::store_x((unsigned char*)work + (warp + at(j) / WORDS * WARPS) * W::X_BYTES, at(j) % WORDS,
-                               make_uint2(v[j].x, v[j].y), at(j) < all);
+                    if (i + j * 32 >= count) break;
+                    if (v[j].w != in.epoch) v[j] = await(own + j * APART, in.epoch);
+                    take(0, j, v[j]);
                 }
-                done += 32 * ONCE;
-            };
-            while (done + 4 * 32 <= all) take(std::integral_constant<int, 4>());
-            while (done < all) take(std::integral_constant<int, 1>());
-            if (normed) {
-                square = warp_sum(square);
-                if (lane == 0) squares_of(0)[warp] = square;
             }
-        }
-        if constexpr (W::PLAIN) {
-            // This lane's words of each token, and their places: one in APART.
-            constexpr int APART = 32 * WARPS, ONCE = S::TOKENS == 1 ? 4 : S::TOKENS < 8 ? 8 / S::TOKENS : 1;
-            const int width = S::row(q.in), apart = kind == STEP_O ? p.att_words() : words; // from token to token
-            for (int i = count + lane; i < filled; i += 32)
-                for (int m = 0; m < N; m++) *(uint2*)(work + m * width + 4 * word_of(i)) = make_uint2(0, 0);
-            const uint4* own = from + word_of(lane);
-            bf16* to = work + 4 * word_of(lane);
-            float square[S::TOKENS] = {};
-            auto take = [&](int m, int i, const uint4& v) { // the i-th
-                *(uint2*)(to + m * width + 4 * i * APART) = make_uint2(v.x, v.y);
-                square[m] += __uint_as_float(v.z);
-            };
-            if (embeds)
+        } else
+            for (int i = lane; i - lane < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
+                uint4 v[ONCE * S::TOKENS];
+                auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
+                const auto at = [&](int j) { return own + j % S::TOKENS * apart + j / S::TOKENS * APART; };
+                await_all(v, in.epoch, at, there);
                 GPU_UNROLL
-                for (int m = 0; m < S::TOKENS; m++)
-                    for (int i = lane; i < count && m < N; i += 32) take(m, i / 32, embedded(m, word_of(i)));
-            else if (S::TOKENS == 1 && joined > 1)
-                for (int i = lane; i - lane < count; i += 64, own += 2 * APART, to += 8 * APART) {
-                    uint4 v[2];
-                    auto there = [&](int j) { return i + 32 * j < count; };
-                    await_joined<1>(v, joined, e, [&](int j) { return own + j * APART; }, there);
-                    GPU_UNROLL
-                    for (int j = 0; j < 2; j++)
-                        if (there(j)) take(0, j, v[j]);
-                }
-            else if constexpr (S::TOKENS == 1) { // one lane polls, and the others look when its word has arrived
-                if (lane == 0 && count) await(own, e);
-                __syncwarp();
-                for (int i = lane; i < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
-                    uint4 v[ONCE];
-                    GPU_UNROLL
-                    for (int j = 0; j < ONCE; j++)
-                        if (i + j * 32 < count) v[j] = step_peek(own + j * APART);
-                    GPU_UNROLL
-                    for (int j = 0; j < ONCE; j++) {
-                        if (i + j * 32 >= count) break;
-                        if (v[j].w != e) v[j] = await(own + j * APART, e);
-                        take(0, j, v[j]);
-                    }
-                }
-            } else
-                for (int i = lane; i - lane < count; i += ONCE * 32, own += ONCE * APART, to += ONCE * 4 * APART) {
-                    uint4 v[ONCE * S::TOKENS];
-                    auto there = [&](int j) { return j % S::TOKENS < N && i + j / S::TOKENS * 32 < count; };
-                    await_all(v, e, [&](int j) { return own + j % S::TOKENS * apart + j / S::TOKENS * APART; }, there);
-                    GPU_UNROLL
-                    for (int j = 0; j < ONCE * S::TOKENS; j++)
-                        if (there(j)) take(j % S::TOKENS, j / S::TOKENS, v[j]);
-                }
-            if (normed) {
-                constexpr int LANES = 32 / S::TOKENS; // of a token, at the end
-                const float sum = sum_over_lanes(square);
-                if (lane % LANES == 0 && lane / LANES < N) squares_of(lane / LANES)[warp] = sum;
+                for (int j = 0; j < ONCE * S::TOKENS; j++)
+                    if (there(j)) take(j % S::TOKENS, j / S::TOKENS, v[j]);
             }
-        }
-        __syncwarp();
+        if (!in.normed) return;
+        constexpr int LANES = 32 / S::TOKENS; // of a token, at the end
+        const float sum = sum_over_lanes(square);
+        if (lane % LANES == 0 && lane / LANES < N) squares_of(lane / LANES)[warp] = sum;
     }
     // The warp's sums of COUNT numbers a lane: the m-th is in lanes m (32 / COUNT) and up. Same order as warp_sum.
     template <int COUNT> __device__ __forceinline__ float sum_over_lanes(float (&x)[COUNT]) {

@@ -10,7 +10,7 @@ struct EngineOptions {
     int chunk = 0;        // prompt tokens in a step that clients wait for,
     int burst = 0;        // ... and in one that no client waits for (batches do not wait)
     size_t kv_bytes = 0;  // of the KV cache; 0: as much as fits
-    bool at_most = false; // the context may shrink to what the cache holds
+    bool at_most = false; // the context may shrink to the cache's size
     int texts = 0;        // pooled jobs at once, beside the answers
     bool adapters = true; // adapters are possible
     int jump = 2;         // so many tokens forced by a form are taken at once, without sampling; 0: never

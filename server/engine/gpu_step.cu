@@ -1,8 +1,11 @@
 // gpu_step.cu: an engine's steps on a GPU.
-#define QWEN3_PRODUCTS // packed heads, where this build has them
-#include "qwen3.cu"
 #include "server/engine/gpu_step.h"
 #ifdef QWEN3_GPU
+#ifndef QWEN3_PORTABLE
+#include "gpu/optional_products.h"
+#endif
+#include "model/graph.h"
+#include "qwen3.cu"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"
 #include <algorithm>

@@ -25,10 +25,9 @@ template <class T> struct MixedLayer {
     const MixedRows mixed;
     using Which = Linear<T> Layer<T>::*;
 
-    void forward(const Batch& b, typename Activations<T>::PerLayer& s, T* keys, T* values, const acc<T>* rope) {
+    void forward(const Batch& b, typename Activations<T>::PerLayer& s, const LayerCache<T>& cache, const acc<T>* rope) {
         norm_product(s.qkv, s.norm1, s.in, base.norm1, &Layer<T>::qkv);
-        RUN(attend, s.attention, s.lse, s.q, keys, values, s.qkv, base.q_norm, base.k_norm, rope, b, c.H, c.K, c.D,
-            c.eps);
+        RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, base.norms(rope), b, c.heads());
         add_product(s.mid, s.in, s.attention, &Layer<T>::o);
         swiglu_product(s.hidden, s.gate_up, s.norm2, s.mid, base.norm2, &Layer<T>::gate_up);
         add_product(s.out, s.mid, s.hidden, &Layer<T>::down);
@@ -123,10 +122,8 @@ void mixed_forward(Context& ctx, const Config& c, const Weights<T>& w, const Seg
     const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
-    for (int l = 0; l < c.L; l++) {
-        T *keys = kv.keys + l * kv.layer_size, *values = kv.values + l * kv.layer_size;
-        MixedLayer<T>{ctx, c, w.layers[l], l, segments, N, mixed}.forward(b, a.layer[l], keys, values, rope);
-    }
+    for (int l = 0; l < c.L; l++)
+        MixedLayer<T>{ctx, c, w.layers[l], l, segments, N, mixed}.forward(b, a.layer[l], kv.layer(l), rope);
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
 }
 

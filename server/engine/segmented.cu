@@ -1,7 +1,9 @@
 // segmented.cu: launches the kernels of segmented.h, and the products that add their sums.
-#define QWEN3_PRODUCTS
 #include "server/engine/row_products.h"
 #ifdef QWEN3_GPU
+#ifndef QWEN3_PORTABLE
+#include "gpu/optional_products.h"
+#endif
 #include "server/engine/segmented.h"
 
 namespace server {

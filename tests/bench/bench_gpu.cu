@@ -3,6 +3,7 @@
 //     build/bench_gpu MODEL.bin [ceilings] [decode] [step] [products] [few] [head] [attention] [attention-backward]
 //                               [batch] [sequences] [train]       (default: all)
 //                               [packed]: quantised weights stay so
+//                               [tiles]: this card's row of TILE_TIMES (qwen3.cu, 10)   [sweep]: Hopper's tiles
 #include "gpu/gpu.h"
 #include "lab/timing.h"
 #include "cpu/step_ceilings.h"
@@ -108,7 +109,7 @@ static void decode(Model& m, int position) {
     row("norm + qkv", c.L, weight_bytes(w.layers[0].qkv), [&](int l) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, w.layers[l].norm1, w.layers[l].qkv, 1, c.eps); });
     row("attention", c.L, 4. * c.K * c.D * (position + 1), [&](int l) {
         const Layer<bf16>& y = w.layers[l];
-        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+        attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.layer(l), a.qkv, y.norms(s.rope), s.batch, c.heads());
     });
     row("o + residual", c.L, weight_bytes(w.layers[0].o), [&](int l) { linear_add_gpu(ctx, a.mid, a.in, a.attention, w.layers[l].o, 1); });
     row("norm + gate, up", c.L, weight_bytes(w.layers[0].gate_up), [&](int l) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, w.layers[l].norm2, w.layers[l].gate_up, 1, c.eps); });
@@ -216,49 +217,102 @@ static void products(bool quick) {
         printf("  N %5d  geometric mean of the ratio %.3f, of the share %.3f\n", N, std::exp(geometric / n), std::exp(share / n));
     }
 }
-// Every tile shape and number of splits, to set the rules of tile_product and hopper_product.
+// A product x W^T, with as many copies of W as do not fit the L2 cache; its time by one tile shape.
+struct TiledProduct {
+    int N, out, in, sets, calls;
+    bf16 *w, *x, *y;
+    TiledProduct(int N, int out, int in) : N(N), out(out), in(in) {
+        const size_t size = (size_t)out * in;
+        sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
+        calls = std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size))));
+        w = random_array(size * sets, 0.02f), x = random_array((size_t)N * in), y = gpu_array<bf16>((size_t)N * out);
+    }
+    TiledProduct(const TiledProduct&) = delete;
+    ~TiledProduct() { cudaFree(w), cudaFree(x), cudaFree(y); }
+    const bf16* weights(int i) const { return w + (size_t)(i % sets) * out * in; }
+    template <class Launch> double time(int splits, Launch launch_it) const { // microseconds
+        return 1e6 * time_graph(calls, [&](int i) {
+            TileArgs p = {x, weights(i), N, in, out};
+            p.early = N <= 128, p.splits = splits;
+            launch_it(p, StoreEpilogue<bf16>(y, out));
+        });
+    }
+    template <class S> double tiles(int splits) const {
+        return time(splits, [](const TileArgs& p, auto epilogue) { launch_tiles<S>(ctx, p, epilogue); });
+    }
+    template <class S> bool takes(int splits) const { // TilePlan considers it
+        return splits == 1 || (splits * 128 <= in && splits_fit<S>(count_tiles<S>(N, out), splits));
+    }
+    // f(index, splits, microseconds) for each candidate of TilePlan.
+    template <class F> void each_tile(F f) const {
+        const auto shape = [&](int index, auto tile) {
+            for (int s = 1; s <= 12 && takes<decltype(tile)>(s); s++) f(index, s, tiles<decltype(tile)>(s));
+        };
+        shape(0, Tile128x128{}), shape(1, Tile64x128{}), shape(2, Tile64x64{});
+        if (N <= 128) shape(3, Tile32x64{});
+    }
+};
+struct NamedProduct { const char* name; int out, in; };
+static const NamedProduct SWEPT[] = {{"qkv", 4096, 1024}, {"o", 1024, 2048}, {"gate+up", 6144, 1024}, {"down", 1024, 3072}, {"8B down", 4096, 12288}};
+
+// TilePlan's two times of a shape, from products of one tile and of 16 a multiprocessor; 1 us is the launch.
+template <class S> void measure_tile(TileTimes& times, int index) {
+    const int in = 4096, sms = ctx.gpu->sms;
+    const double one = TiledProduct(8 * S::TOKENS, S::ROWS * std::max(1, sms / 8), in).template tiles<S>(1);
+    const double many = TiledProduct(16 * S::TOKENS, S::ROWS * sms, in).template tiles<S>(1);
+    times.of[index] = {(one - 1) * 1024 / in, (many - 1) / 16 * 1024 / in};
+}
+// The row of this card in TILE_TIMES, and what the plans cost that it and the built-in row make: their time over that of
+// the best candidate.
+static void tiles() {
+    const int sm = ctx.gpu->sm;
+    TileTimes row = tile_times(sm);
+    row.sm = sm;
+    measure_tile<Tile128x128>(row, 0), measure_tile<Tile64x128>(row, 1), measure_tile<Tile64x64>(row, 2), measure_tile<Tile32x64>(row, 3);
+    printf("tiles: this card's row of TILE_TIMES\n    {%d, {", sm);
+    for (int i = 0; i < 4; i++) printf("%s{%.2g, %.2g}", i ? ", " : "", row.of[i].alone, row.of[i].full);
+    printf("}},\n  product: best candidate, of the built-in row, of this row (us; shape in the order of the row, splits)\n");
+    double built_in = 0, measured = 0;
+    int products = 0;
+    for (int N : {24, 64, 128, 256, 512, 2048})
+        for (const NamedProduct& y : SWEPT) {
+            const TilePlan plans[2] = {{ctx, tile_times(sm), N, y.out, y.in}, {ctx, row, N, y.out, y.in}};
+            double best = 1e30, of_plan[2] = {};
+            int shape = 0, splits = 0;
+            TiledProduct(N, y.out, y.in).each_tile([&](int index, int s, double us) {
+                if (us < best) best = us, shape = index, splits = s;
+                for (int k = 0; k < 2; k++)
+                    if (plans[k].shape == index && plans[k].splits == s) of_plan[k] = us;
+            });
+            printf("  N %4d %-8s %8.1f (%d, %d)", N, y.name, best, shape, splits);
+            for (int k = 0; k < 2; k++) printf("  %8.1f (%d, %d)", of_plan[k], plans[k].shape, plans[k].splits);
+            printf("\n");
+            built_in += std::log(of_plan[0] / best), measured += std::log(of_plan[1] / best), products++;
+        }
+    printf("  geometric mean over the best: the built-in row %.3f, this row %.3f\n", std::exp(built_in / products), std::exp(measured / products));
+}
+// Hopper's shapes by numbers of splits, to set the rules of HopperPlan.
 static void sweep() {
+    if (!ctx.gpu->hopper) return;
     for (int N : {24, 32, 64, 128, 256, 512, 2048, 8192})
-        for (const ProductShape& y : {ProductShape{"qkv", 4096, 1024}, ProductShape{"o", 1024, 2048}, ProductShape{"gate+up", 6144, 1024}, ProductShape{"down", 1024, 3072}, ProductShape{"8B down", 4096, 12288}}) {
-            const size_t size = (size_t)y.R * y.K;
-            const int sets = (int)std::min<size_t>(16, (200ull << 20) / (size * 2) + 1);
-            bf16 *w = random_array(size * sets, 0.02f), *x = random_array((size_t)N * y.K), *out = gpu_array<bf16>((size_t)N * y.R);
+        for (const NamedProduct& y : SWEPT) {
+            const TiledProduct product(N, y.out, y.in);
             printf("N %5d %-8s us by splits:", N, y.name);
-            const int calls = std::max(4, std::min(32, (int)(1e12 / (2. * N * (double)size))));
-            auto row = [&](const char* name, auto shape, auto launch_it) {
+            const auto row = [&](const char* name, auto shape) {
                 using S = decltype(shape);
                 printf("  %s", name);
-                for (int splits : {1, 2, 4, 8}) {
-                    const int64_t tiles = count_tiles<S>(N, y.R);
-                    if (splits > 1 && (splits * 128 > y.K || !splits_fit<S>(tiles, splits) || tiles * splits > 2 * ctx.gpu->sms)) break;
-                    const double t = time_graph(calls, [&](int i) {
-                        TileArgs p = {x, w + size * (i % sets), N, y.K, y.R};
-                        p.early = N <= 128, p.splits = splits;
-                        launch_it(p, StoreEpilogue<bf16>(out, y.R));
-                    });
-                    printf(" %.1f", t * 1e6);
-                }
+                for (int s = 1; s <= MOST_SPLITS && product.takes<S>(s) && (s == 1 || count_tiles<S>(N, y.out) * s <= 2 * ctx.gpu->sms); s *= 2)
+                    printf(" %.1f", product.time(s, [](const TileArgs& p, auto epilogue) { launch_hopper<S>(ctx, p, epilogue); }));
             };
-            auto tiles = [&](const char* name, auto shape) {
-                row(name, shape, [&](const TileArgs& p, auto epilogue) { launch_tiles<decltype(shape)>(ctx, p, epilogue); });
-            };
-            auto hopper = [&](const char* name, auto shape) {
-                if (ctx.gpu->hopper) row(name, shape, [&](const TileArgs& p, auto epilogue) { launch_hopper<decltype(shape)>(ctx, p, epilogue); });
-            };
-            tiles("128x128", Tile128x128{});
-            if (N <= 2048) tiles("64x128", Tile64x128{}), tiles("64x64", Tile64x64{});
-            if (N <= 128) tiles("32x64", Tile32x64{});
-            printf("  Hopper");
-            if (N > 64) hopper("128x256", Hopper128x256{}), hopper("128x192", Hopper128x192{}), hopper("128x128", Hopper128x128{});
-            if (N <= 512) hopper("64x64", Hopper64x64{});
-            const double theirs = time_graph(calls, [&](int i) { blas_product(out, x, w + size * (i % sets), N, y.R, y.K); });
-            const double ours = time_graph(calls, [&](int i) {
+            if (N > 64) row("128x256", Hopper128x256{}), row("128x192", Hopper128x192{}), row("128x128", Hopper128x128{});
+            if (N <= 512) row("64x64", Hopper64x64{});
+            const double theirs = time_graph(product.calls, [&](int i) { blas_product(product.y, product.x, product.weights(i), N, y.out, y.in); });
+            const double ours = time_graph(product.calls, [&](int i) {
                 Linear<bf16> W;
-                W.w[0] = w + size * (i % sets), W.rows[0] = y.R, W.in = y.K;
-                linear_gpu(ctx, out, x, W, N);
+                W.w[0] = product.weights(i), W.rows[0] = y.out, W.in = y.in;
+                linear_gpu(ctx, product.y, product.x, W, N);
             });
             printf("  chosen %.1f, cuBLAS %.1f\n", ours * 1e6, theirs * 1e6);
-            cudaFree(w), cudaFree(x), cudaFree(out);
         }
 }
 // The head alone: logits of N rows, in float32 (what is drawn from) and in bf16 (what a loss keeps), beside cuBLAS.
@@ -319,7 +373,7 @@ static void attention(const Config& c) {
         State s(c, N, 1, 0, N, 1);
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(s.a.layer[0].q, (size_t)N * c.H * c.D, 1);
         const double t = time_graph(8, [&](int l) {
-            attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+            attention_gpu(ctx, s.a.layer[0].attention, nullptr, s.a.layer[0].q, s.kv.layer(l), s.batch, c.heads());
         });
         const double flops = 2. * N * N * c.H * c.D;
         printf("  %5d tokens  %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n", N, t * 1e6, flops / t / 1e12, flops / t / mma_rate);
@@ -336,11 +390,11 @@ static void attention_backward(const Config& c) {
         float *lse = gpu_array<float>((size_t)N * c.H), *delta = gpu_array<float>((size_t)N * c.H);
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(q, (size_t)N * c.H * c.D, 1);
         const double forward = time_graph(8, [&](int l) {
-            attention_gpu(ctx, out, lse, q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D);
+            attention_gpu(ctx, out, lse, q, s.kv.layer(l), s.batch, c.heads());
         });
-        attention_gpu(ctx, out, lse, q, s.kv.keys, s.kv.values, s.batch, c.H, c.K, c.D);
+        attention_gpu(ctx, out, lse, q, s.kv.layer(0), s.batch, c.heads());
         const double backward = time_graph(8, [&](int) {
-            attention_backward_gpu(ctx, dqkv, dout, q, s.kv.keys, s.kv.values, out, lse, s.batch, c.H, c.K, c.D, delta);
+            attention_backward_gpu(ctx, dqkv, dout, {q, out, lse}, s.kv.layer(0), s.batch, c.heads(), delta);
         });
         const double flops = 2. * N * y.T * c.H * c.D;
         printf("  %3d x %5d tokens  forward %8.1f us  %6.1f TFLOP/s   backward %8.1f us  %6.1f TFLOP/s  %.2f of mma.sync out of registers\n",
@@ -361,7 +415,7 @@ static void batch(Model& m) {
         auto& a = s.a.layer[0];
         const double attend = time_graph(c.L, [&](int l) {
             const Layer<bf16>& y = m.weights.layers[l];
-            attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps);
+            attend_gpu(ctx, a.attention, nullptr, a.q, s.kv.layer(l), a.qkv, y.norms(s.rope), s.batch, c.heads());
         });
         printf("%d sequences at position %d, %s: %.2f ms a step, %.0f tok/s, floor %.2f ms, %.1f%%; attention %.2f ms (%.0f GB/s)\n", B, position,
                fp8 ? "FP8 cache" : "bf16", t * 1e3, B / t, bytes / read_bandwidth * 1e3, 100 * bytes / read_bandwidth / t, attend * c.L * 1e3, held / attend / c.L / 1e9);
@@ -400,9 +454,9 @@ static void prompts(Model& m) {
         printf("prompt of %d: %.2f ms, %.0f tok/s. ", N, t * 1e3, N / t);
         printf("norm + qkv %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_gpu(ctx, a.qkv, a.norm1, a.in, y.norm1, y.qkv, N, c.eps); }));
         printf("q/k norm + RoPE %.2f, ", each([&](const Layer<bf16>& y, int l) {
-            qknorm_rope_kv_gpu(ctx, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, a.qkv, y.q_norm, y.k_norm, s.rope, s.batch, c.H, c.K, c.D, c.eps); }));
+            qknorm_rope_kv_gpu(ctx, a.q, s.kv.layer(l), a.qkv, y.norms(s.rope), s.batch, c.heads()); }));
         printf("attention %.2f, ", each([&](const Layer<bf16>&, int l) {
-            attention_gpu(ctx, a.attention, nullptr, a.q, s.kv.keys + l * s.kv.layer_size, s.kv.values + l * s.kv.layer_size, s.batch, c.H, c.K, c.D); }));
+            attention_gpu(ctx, a.attention, nullptr, a.q, s.kv.layer(l), s.batch, c.heads()); }));
         printf("o %.2f, ", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.mid, a.in, a.attention, y.o, N); }));
         printf("norm + gate, up %.2f, ", each([&](const Layer<bf16>& y, int) { norm_linear_swiglu_gpu(ctx, a.hidden, nullptr, a.norm2, a.mid, y.norm2, y.gate_up, N, c.eps); }));
         printf("down %.2f ms\n", each([&](const Layer<bf16>& y, int) { linear_add_gpu(ctx, a.out, a.mid, a.hidden, y.down, N); }));
@@ -411,12 +465,14 @@ static void prompts(Model& m) {
 
 // ---- A training step of B sequences of 512 tokens, every token trained: with LoRA (rank 32 on everything, dropout 0.1), or
 // of all parameters; its parts, and every op of a layer by itself. ample: see Activations.
-static void train(Model& m, int B, bool full, bool ample) {
-    const Config& c = m.file.config;
-    const int T = 512, N = B * T, rank = full ? 0 : 32, head_rows = full ? 4096 : 2048, C = c.C;
-    Weights<bf16>& w = m.weights;
+struct Training {
+    static constexpr int T = 512;
+    Model& m;
+    const Config& c;
+    Weights<bf16>& w;
+    const int B, N, C, rank, head_rows;
+    const bool full, ample;
     Arena arena;
-    arena.gpu = true;
     Activations<bf16> a;
     Flow<bf16> d;
     KVCache<bf16> kv;
@@ -427,120 +483,142 @@ static void train(Model& m, int B, bool full, bool ample) {
     int *token, *pos, *seq, *slot, *table, *rows;
     uint32_t* names;
     size_t parameters = 0;
-    for (int pass = 0; pass < 3; pass++) { // counts the parameters, then the memory, then takes it
-        for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
-        copies = arena.take<bf16>(parameters);
-        norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
-        a.plan_training(arena, c, N, false, ample);
-        d.plan(arena, c, N, rank, head_rows, true);
-        kv.plan(arena, c, (size_t)B * T / PAGE, !ample);
-        rope = arena.take<float>((size_t)T * c.D);
-        loss = arena.take<float>(N);
-        for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
-        names = arena.take<uint32_t>(N);
-        table = arena.take<int>((size_t)N / PAGE);
-        parameters = 0;
-        g = {};
-        g.layer.resize(c.L);
-        auto parameter = [&](float*& at, size_t n) { at = gradients + parameters, parameters += n; };
-        auto dense = [&](Gradients<bf16>::OfLinear& to, Linear<bf16>& W) {
-            if (full) return parameter(to.W, (size_t)W.out() * W.in);
-            Adapter<bf16>& y = W.adapter;
-            y.rank = rank, y.s = 2, y.modules = 1 + (W.rows[1] > 0) + (W.rows[2] > 0);
-            for (int j = 0; j < y.modules; j++) y.block[j] = j, y.module[j] = j;
-            const size_t E = (size_t)y.modules * rank;
-            y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N), y.kept = arena.take<uint32_t>(DropoutMasks::size(y.modules, W.in, N));
-            parameter(to.A, E * W.in), parameter(to.B, E * W.out());
-        };
-        if (full) parameter(g.embed, (size_t)c.V * C), g.head = g.embed, parameter(g.norm, C);
-        for (int l = 0; l < c.L; l++) {
-            auto& to = g.layer[l];
-            if (full) parameter(to.norm1, C), parameter(to.norm2, C), parameter(to.q_norm, c.D), parameter(to.k_norm, c.D);
-            dense(to.qkv, w.layers[l].qkv), dense(to.o, w.layers[l].o), dense(to.gate_up, w.layers[l].gate_up), dense(to.down, w.layers[l].down);
-        }
-        if (pass == 0) arena.used = 0;
-        if (pass == 1) arena.allocate("the training benchmark");
-    }
-    Dropout dropout = {0.1f, 1, 1, names};
-    for (auto& y : w.layers)
-        for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down})
-            if (!full) {
-                W->adapter.dropout = &dropout;
-                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
-                random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
-            }
-    std::vector<float> angles((size_t)T * c.D);
-    fill_rope(angles.data(), T, c.D, c.rope_theta);
-    std::vector<int> t(N), p(N), s(N), sl(N), r(N), pages(N / PAGE);
-    std::vector<uint32_t> n_(N);
-    for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;
-    for (int i = 0; i < N / PAGE; i++) pages[i] = i;
-    auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
-    put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, sl), put(rows, r), put(table, pages), put(names, n_);
-    const Batch batch = {N, B, token, pos, seq, slot, table, T / PAGE, 0};
-    AdamW optimizer;
-    optimizer.step = 1, optimizer.clip = 1, optimizer.lr = 1e-5f;
+    Dropout dropout;
+    Batch batch;
 
-    auto forwards = [&] { forward(ctx, c, w, batch, a, kv, rope); };
-    auto losses = [&] { loss_backward(ctx, c, w, a, d, &g, loss, rows, token, 1.f / N, N, N); };
-    auto backwards = [&] { backward(ctx, c, w, batch, a, d, g, kv, rope); };
-    auto optimize = [&] {
-        grad_norm_gpu(ctx, norm, pieces, gradients, parameters);
-        adamw_gpu(ctx, copies, masters, first, second, gradients, norm, parameters, optimizer);
-        clear(ctx, gradients, parameters);
-    };
-    const double f = time_graph(1, [&](int) { forwards(); }), l = time_graph(1, [&](int) { losses(); }), b = time_graph(1, [&](int) { backwards(); }), o = time_graph(1, [&](int) { optimize(); });
-    const double all = time_graph(1, [&](int) { forwards(), losses(), backwards(), optimize(); });
-    // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
-    const double matrices = (double)step_bytes(w) / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
-    const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
-    printf("%s step of %d x %d tokens%s: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
-           full ? "all-parameter" : "LoRA", B, T, ample ? ", ample memory" : "", all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
-    auto& x = a.layer[1];
-    const Layer<bf16>& y = w.layers[1];
-    const auto& to = g.layer[1];
-    auto op = [&](const char* name, const std::function<void()>& run) {
-        const double us = time_graph(4, [&](int) { run(); }) * 1e6;
-        printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, c.L, us * c.L / 1e3);
-    };
-    struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
-    op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
-    op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
-    op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
-    op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
-    op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
-    for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
-                             Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, nullptr, d.y, x.hidden}}) {
-        const bool last = !k.dx;
-        op((std::string(k.name) + (full ? " dx" : " dh, dB, dx") + (last ? ", SwiGLU" : "")).c_str(), [&] {
-            if (last) linear_backward_swiglu_gpu(ctx, d.gate_up, x.hidden, k.dx, d.h, k.to.B, k.dy, x.gate_up, k.W, N);
-            else linear_backward_input_gpu(ctx, k.dx, d.h, k.to.B, k.dy, k.W, N);
-        });
-        if (!full) op((std::string(k.name) + " dh, dB of it").c_str(), [&] { lora_up_backward(ctx, d.h, k.to.B, last ? d.gate_up : k.dx, k.dy, k.W, N); });
-        if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
-        else {
-            op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
-            op((std::string(k.name) + " dA").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, d.h, k.x, k.W, N); });
+    Training(Model& m, int B, bool full, bool ample)
+        : m(m), c(m.file.config), w(m.weights), B(B), N(B * T), C(c.C), rank(full ? 0 : 32), head_rows(full ? 4096 : 2048), full(full), ample(ample) {
+        arena.gpu = true;
+        plan();
+        dropout = {0.1f, 1, 1, names};
+        fill();
+        batch = {N, B, token, pos, seq, slot, table, T / PAGE, 0};
+    }
+    ~Training() {
+        for (auto& y : w.layers)
+            for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};
+    }
+    void plan() {
+        for (int pass = 0; pass < 3; pass++) { // counts the parameters, then the memory, then takes it
+            for (float** x : {&gradients, &masters, &first, &second}) *x = arena.take<float>(parameters);
+            copies = arena.take<bf16>(parameters);
+            norm = arena.take<double>(1), pieces = arena.take<double>(parameters / NORM_PIECE + 1);
+            a.plan_training(arena, c, N, false, ample);
+            d.plan(arena, c, N, rank, head_rows, true);
+            kv.plan(arena, c, (size_t)B * T / PAGE, !ample);
+            rope = arena.take<float>((size_t)T * c.D);
+            loss = arena.take<float>(N);
+            for (int** list : {&token, &pos, &seq, &slot, &rows}) *list = arena.take<int>(N);
+            names = arena.take<uint32_t>(N);
+            table = arena.take<int>((size_t)N / PAGE);
+            parameters = 0;
+            g = {};
+            g.layer.resize(c.L);
+            auto parameter = [&](float*& at, size_t n) { at = gradients + parameters, parameters += n; };
+            auto dense = [&](Gradients<bf16>::OfLinear& to, Linear<bf16>& W) {
+                if (full) return parameter(to.W, (size_t)W.out() * W.in);
+                Adapter<bf16>& y = W.adapter;
+                y.rank = rank, y.s = 2, y.modules = 1 + (W.rows[1] > 0) + (W.rows[2] > 0);
+                for (int j = 0; j < y.modules; j++) y.block[j] = j, y.module[j] = j;
+                const size_t E = (size_t)y.modules * rank;
+                y.A = arena.take<bf16>(E * W.in), y.B = arena.take<bf16>(E * W.out()), y.h = arena.take<bf16>(E * N), y.kept = arena.take<uint32_t>(DropoutMasks::size(y.modules, W.in, N));
+                parameter(to.A, E * W.in), parameter(to.B, E * W.out());
+            };
+            if (full) parameter(g.embed, (size_t)c.V * C), g.head = g.embed, parameter(g.norm, C);
+            for (int l = 0; l < c.L; l++) {
+                auto& to = g.layer[l];
+                if (full) parameter(to.norm1, C), parameter(to.norm2, C), parameter(to.q_norm, c.D), parameter(to.k_norm, c.D);
+                dense(to.qkv, w.layers[l].qkv), dense(to.o, w.layers[l].o), dense(to.gate_up, w.layers[l].gate_up), dense(to.down, w.layers[l].down);
+            }
+            if (pass == 0) arena.used = 0;
+            if (pass == 1) arena.allocate("the training benchmark");
         }
     }
-    op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
-    op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.keys, kv.values, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps); });
-    op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, batch, c.H, c.K, c.D, d.delta); });
-    op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, to.q_norm, to.k_norm, d.attention, x.q, kv.keys, kv.values, x.attention, x.lse, x.qkv, y.q_norm, y.k_norm, rope, batch, c.H, c.K, c.D, c.eps, d.delta); });
-    const int R = std::min(head_rows, N);
-    auto once = [&](const char* name, const std::function<void()>& run) {
-        const double us = time_graph(4, [&](int) { run(); }) * 1e6;
-        printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
-    };
-    once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, rows, token, 1e-3f, nullptr, w.head, R); });
-    once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, d.factor, rows, w.head, R); });
-    if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
-    for (auto& y : w.layers)
-        for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down}) W->adapter = {};
+    void fill() {
+        for (auto& y : w.layers)
+            for (Linear<bf16>* W : {&y.qkv, &y.o, &y.gate_up, &y.down})
+                if (!full) {
+                    W->adapter.dropout = &dropout;
+                    random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.A, (size_t)W->adapter.modules * rank * W->in, 0.03f);
+                    random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
+                }
+        std::vector<float> angles((size_t)T * c.D);
+        fill_rope(angles.data(), T, c.D, c.rope_theta);
+        std::vector<int> t(N), p(N), s(N), sl(N), r(N), pages(N / PAGE);
+        std::vector<uint32_t> n_(N);
+        for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;
+        for (int i = 0; i < N / PAGE; i++) pages[i] = i;
+        auto put = [&](auto* to, const auto& from) { CUDA_CHECK(cudaMemcpyAsync(to, from.data(), from.size() * sizeof(*to), cudaMemcpyHostToDevice, ctx.gpu->stream)); };
+        put(rope, angles), put(token, t), put(pos, p), put(seq, s), put(slot, sl), put(rows, r), put(table, pages), put(names, n_);
+    }
+    void step() {
+        AdamW optimizer;
+        optimizer.step = 1, optimizer.clip = 1, optimizer.lr = 1e-5f;
+        auto forwards = [&] { forward(ctx, c, w, batch, a, kv, rope); };
+        auto losses = [&] { loss_backward(ctx, c, w, a, d, &g, loss, rows, token, 1.f / N, N, N); };
+        auto backwards = [&] { backward(ctx, c, w, batch, a, d, g, kv, rope); };
+        auto optimize = [&] {
+            grad_norm_gpu(ctx, norm, pieces, gradients, parameters);
+            adamw_gpu(ctx, copies, masters, first, second, gradients, norm, parameters, optimizer);
+            clear(ctx, gradients, parameters);
+        };
+        const double f = time_graph(1, [&](int) { forwards(); }), l = time_graph(1, [&](int) { losses(); }), b = time_graph(1, [&](int) { backwards(); }), o = time_graph(1, [&](int) { optimize(); });
+        const double all = time_graph(1, [&](int) { forwards(), losses(), backwards(), optimize(); });
+        // 2 flops a number of a matrix for y, 2 for dx, 2 for dW; attention 4 D a key and head, 2.5 times that backward.
+        const double matrices = (double)step_bytes(w) / 2, keys = 4. * c.L * c.H * c.D * T / 2, adapters = full ? 0 : 6. * parameters;
+        const double flops = (full ? 6 : 4) * matrices + 3.5 * keys + adapters;
+        printf("%s step of %d x %d tokens%s: %.1f ms, %.0f tok/s, %.0f TFLOP/s (%.2f of mma.sync's); arena %.2f GB + weights %.2f GB. forward %.1f, head and loss %.1f, backward %.1f, AdamW %.1f ms\n",
+               full ? "all-parameter" : "LoRA", B, T, ample ? ", ample memory" : "", all * 1e3, N / all, flops * N / all / 1e12, flops * N / all / mma_rate, (double)arena.size / 1e9, (double)w.gpu.size / 1e9, f * 1e3, l * 1e3, b * 1e3, o * 1e3);
+    }
+    void ops() {
+        auto& x = a.layer[1];
+        const Layer<bf16>& y = w.layers[1];
+        const auto& to = g.layer[1];
+        auto op = [&](const char* name, const std::function<void()>& run) {
+            const double us = time_graph(4, [&](int) { run(); }) * 1e6;
+            printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, c.L, us * c.L / 1e3);
+        };
+        struct Product { const char* name; const Linear<bf16>& W; const Gradients<bf16>::OfLinear& to; bf16 *dx, *dy, *x; };
+        op("forward qkv", [&] { norm_linear_gpu(ctx, x.qkv, x.norm1, x.in, y.norm1, y.qkv, N, c.eps); });
+        op("forward attend", [&] { attend_gpu(ctx, x.attention, x.lse, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
+        op("forward o", [&] { linear_add_gpu(ctx, x.mid, x.in, x.attention, y.o, N); });
+        op("forward gate, up", [&] { norm_linear_swiglu_gpu(ctx, x.hidden, x.gate_up, x.norm2, x.mid, y.norm2, y.gate_up, N, c.eps); });
+        op("forward down", [&] { linear_add_gpu(ctx, x.out, x.mid, x.hidden, y.down, N); });
+        for (const Product& k : {Product{"qkv", y.qkv, to.qkv, d.normed, d.qkv, x.norm1}, Product{"o", y.o, to.o, d.attention, d.y, x.attention},
+                                 Product{"gate, up", y.gate_up, to.gate_up, d.normed, d.gate_up, x.norm2}, Product{"down", y.down, to.down, nullptr, d.y, x.hidden}}) {
+            const bool last = !k.dx;
+            op((std::string(k.name) + (full ? " dx" : " dh, dB, dx") + (last ? ", SwiGLU" : "")).c_str(), [&] {
+                if (last) linear_backward_swiglu_gpu(ctx, d.gate_up, x.hidden, k.dx, d.h, k.to.B, k.dy, x.gate_up, k.W, N);
+                else linear_backward_input_gpu(ctx, k.dx, d.h, k.to.B, k.dy, k.W, N);
+            });
+            if (!full) op((std::string(k.name) + " dh, dB of it").c_str(), [&] { lora_up_backward(ctx, d.h, k.to.B, last ? d.gate_up : k.dx, k.dy, k.W, N); });
+            if (full) op((std::string(k.name) + " dW").c_str(), [&] { linear_backward_weight_gpu(ctx, k.to.W, k.dy, k.W.out(), k.x, N, k.W.out(), k.W.in); });
+            else {
+                op((std::string(k.name) + " h").c_str(), [&] { lora_down_gpu(ctx, k.W.adapter.h, k.x, k.W, N); });
+                op((std::string(k.name) + " dA").c_str(), [&] { lora_backward_weight_gpu(ctx, k.to.A, d.h, k.x, k.W, N); });
+            }
+        }
+        op("rmsnorm backward", [&] { rmsnorm_backward_gpu(ctx, d.x, d.y, x.norm2, to.norm2, d.normed, x.mid, y.norm2, N, C, c.eps); });
+        op("q/k norm, RoPE again", [&] { qknorm_rope_kv_gpu(ctx, x.q, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads()); });
+        op("attention backward", [&] { attention_backward_gpu(ctx, d.qkv, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), batch, c.heads(), d.delta); });
+        op("the same, q/k norm, RoPE", [&] { attend_backward_gpu(ctx, d.qkv, {to.q_norm, to.k_norm}, d.attention, {x.q, x.attention, x.lse}, kv.layer(0), x.qkv, y.norms(rope), batch, c.heads(), d.delta); });
+        const int R = std::min(head_rows, N);
+        auto once = [&](const char* name, const std::function<void()>& run) {
+            const double us = time_graph(4, [&](int) { run(); }) * 1e6;
+            printf("    %-28s %8.1f us x %d = %6.2f ms\n", name, us, N / R, us * N / R / 1e3);
+        };
+        once("head and its loss", [&] { head_loss_gpu(ctx, loss, (bf16*)d.logits, d.factor, d.logits, d.picked, d.parts, a.normed, {rows, token, 1e-3f, nullptr, R}, w.head); });
+        once("head backward", [&] { head_backward_gpu(ctx, d.normed, (bf16*)d.logits, (size_t)c.V, d.factor, rows, w.head, R); });
+        if (full) once("head dW", [&] { linear_backward_weight_gpu(ctx, g.head, (bf16*)d.logits, (size_t)c.V, d.picked, R, c.V, C); });
+    }
+};
+static void train(Model& m, int B, bool full, bool ample) {
+    Training training(m, B, full, ample);
+    training.step(), training.ops();
 }
 
 int main(int argc, char** argv) {
-    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [decode step prompts products quick few head attention attention-backward batch sequences train packed]\n"), 1;
+    if (argc < 2) return fprintf(stderr, "usage: bench_gpu MODEL.bin [decode step prompts products quick few head attention attention-backward batch sequences train packed tiles sweep]\n"), 1;
     try {
         ctx = open_gpu(0);
         cudaDeviceProp properties;
@@ -549,7 +627,7 @@ int main(int argc, char** argv) {
         auto wanted = [&](const char* name) {
             for (int i = 2; i < argc; i++)
                 if (!strcmp(argv[i], name)) return true;
-            return argc == 2 && strcmp(name, "packed") && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep");
+            return argc == 2 && strcmp(name, "packed") && strcmp(name, "quick") && strcmp(name, "serial") && strcmp(name, "sweep") && strcmp(name, "tiles");
         };
         ctx.gpu->partial = gpu_array<float>(PARTIAL_BYTES / 4);
         ctx.gpu->arrived = gpu_array<int>(MAX_TILES);
@@ -568,6 +646,7 @@ int main(int argc, char** argv) {
         if (wanted("sequences")) sequences(m);
         if (wanted("train") || wanted("train16")) train(m, 16, false, false);
         if (wanted("train")) train(m, 16, false, true), train(m, 64, false, true), train(m, 64, true, true);
+        if (wanted("tiles")) tiles();
         if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);
         if (wanted("products")) products(false);

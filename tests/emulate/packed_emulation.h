@@ -97,6 +97,7 @@ static bool last_to_arrive(int* arrived, int blocks) {
     return last;
 }
 #include "qwen3.cu"
+#include "model/fp8_cache.cu"
 #include "model/upload.h"
 #include "gpu/packed/few.h"
 #include "gpu/packed/formats.h"

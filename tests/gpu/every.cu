@@ -1,13 +1,11 @@
 // Every kernel of the programs and of the trainer's suite in one translation unit, for `make cuda-check`.
 #define QWEN3_LIBRARY
 #define QWEN3_EVERY_PART
-#include "gpu/optional.h"
+#include "gpu/optional_products.h"
 #include "gpu/attention/hopper.cu"
 #include "gpu/backward/hopper.cu"
 #include "gpu/backward/lora_up.cu"
-#undef QWEN3_PART
 #include "gpu/backward/weight.cu"
-#undef QWEN3_PART
 #include "gpu/ceilings.cu"
 #include "gpu/packed/unpack.cu"
 #include "gpu/step/road.cu"
@@ -21,6 +19,9 @@
 #include "gpu/step/shapes_int4_64.cu"
 #include "gpu/step/shapes_int8.cu"
 #include "model/draw_ahead.cu"
+#include "model/fp8_cache.cu"
+#include "model/gpu.cu"
+#include "model/likeliest.cu"
 #include "model/upload.cu"
 #include "server/engine/gpu_step.cu"
 #include "server/engine/segmented.cu"

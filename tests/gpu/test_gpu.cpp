@@ -466,7 +466,7 @@ TEST_CASE("packed weights, a head larger than the scratch: logits, losses and gr
         for (int i = 0; i < 2; i++) {
             head_gpu(pad.ctx, logits[i], picked, dx, drows, *both[i], N);
             seen.push_back(logits[i].get());
-            head_loss_gpu(pad.ctx, loss[i], (bf16*)logits[i].data, factor, logits[i], picked, parts, dx, drows, dtarget, 0.01f, nullptr, *both[i], N);
+            head_loss_gpu(pad.ctx, loss[i], (bf16*)logits[i].data, factor, logits[i], picked, parts, dx, {drows, dtarget, 0.01f, nullptr, N}, *both[i]);
             head_backward_gpu(pad.ctx, dn[i], (bf16*)logits[i].data, V, factor, drows, *both[i], N);
         }
         const std::vector<double> size = WideLinear(W.plain, true)(magnitudes(x), N);
@@ -710,9 +710,9 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     Batch b = batch.view(), device = b;
     device.token = nullptr, device.pos = pos, device.seq = seq, device.slot = slot, device.pages = pages, device.singles = singles;
     device.splits = splits, device.longest = longest;
-    attend_gpu(pad.ctx, out, nullptr, q, dkeys, dvalues, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
+    attend_gpu(pad.ctx, out, nullptr, q, {dkeys, dvalues}, dqkv, {dqw, dkw, drope}, device, {H, K, D, 1e-6f});
     std::vector<bf16> want_q((size_t)N * H * D), want((size_t)N * H * D);
-    attend_cpu(cpu(), want.data(), nullptr, want_q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, 1e-6f);
+    attend_cpu(cpu(), want.data(), nullptr, want_q.data(), {keys.data(), values.data()}, qkv.data(), {q_weight.data(), k_weight.data(), rope.data()}, b, {H, K, D, 1e-6f});
     // Weights are rounded to bf16 before they meet the values: a part in 2^8 of the largest value, at worst.
     const std::vector<bf16> got = out.get();
     int bad = 0;
@@ -811,7 +811,7 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     const auto attend = [&](bool fp8, Device<bf16>& k, Device<bf16>& v) {
         Device<bf16> out((size_t)N * H * D);
         device.fp8 = fp8;
-        attend_gpu(pad.ctx, out, nullptr, q, k, v, dqkv, dqw, dkw, drope, device, H, K, D, 1e-6f);
+        attend_gpu(pad.ctx, out, nullptr, q, {k, v}, dqkv, {dqw, dkw, drope}, device, {H, K, D, 1e-6f});
         return out.get();
     };
     Device<bf16> dkeys8(keys8), dvalues8(values8), dkeys(keys), dvalues(values);
@@ -827,8 +827,8 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     std::vector<bf16> want((size_t)N * H * D), want_q((size_t)N * H * D), unused_keys(numbers), unused_values(numbers);
     Batch plain = b;
     plain.fp8 = false;
-    qknorm_rope_kv(want_q.data(), unused_keys.data(), unused_values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), plain, H, K, D, 1e-6f);
-    attention(want.data(), (float*)nullptr, want_q.data(), keys8.data(), values8.data(), b, H, K, D);
+    qknorm_rope_kv(want_q.data(), {unused_keys.data(), unused_values.data()}, qkv.data(), {q_weight.data(), k_weight.data(), rope.data()}, plain, {H, K, D, 1e-6f});
+    attention(want.data(), (float*)nullptr, want_q.data(), {keys8.data(), values8.data()}, b, {H, K, D});
     int bad = 0, other = 0;
     for (size_t row = 0; row < got.size(); row += D) {
         if (batch.seq[row / (H * D)] < 0) continue;
@@ -877,7 +877,7 @@ static cudaError_t attend_one(int position, int splits) {
     Device<bf16> weight(std::vector<bf16>(D, to_bf16(1))), q(D), out(D);
     Device<float> rope(std::vector<float>((size_t)(position + 1) * D));
     const Batch b = {1, 1, nullptr, pos, seq, slot, pages, page_count, 1, splits};
-    attend_gpu(pad.ctx, out, nullptr, q, keys, values, qkv, weight, weight, rope, b, 1, 1, D, 1e-6f);
+    attend_gpu(pad.ctx, out, nullptr, q, {keys, values}, qkv, {weight, weight, rope}, b, {1, 1, D, 1e-6f});
     return cudaStreamSynchronize(pad.ctx.gpu->stream);
 }
 constexpr int REFUSED = 42;
@@ -917,8 +917,8 @@ static void check_attention_backward(Random& random, const std::vector<int>& len
     memset((void*)(dout.data() + (size_t)used * H * D), 0xff, (size_t)spare * H * D * sizeof(bf16));
     std::vector<bf16> out = poisoned<bf16>(heads * D), want = poisoned<bf16>((size_t)N * width);
     std::vector<float> lse = poisoned<float>(heads), delta(heads);
-    attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
-    attention_backward_cpu(cpu(), want.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+    attention_cpu(cpu(), out.data(), lse.data(), q.data(), {keys.data(), values.data()}, batch.view(), {H, K, D});
+    attention_backward_cpu(cpu(), want.data(), dout.data(), {q.data(), out.data(), lse.data()}, {keys.data(), values.data()}, batch.view(), {H, K, D}, delta.data());
 
     Scratchpad pad(attention_scratch(gpu(), 0, 0, H, D));
     Context& ctx = pad.ctx;
@@ -928,8 +928,8 @@ static void check_attention_backward(Random& random, const std::vector<int>& len
     b.token = nullptr, b.pos = pos, b.seq = seq, b.slot = slot, b.pages = pages;
     Device<bf16> forward_out(heads * D), silent_out(heads * D);
     Device<float> forward_lse(heads);
-    attention_gpu(ctx, forward_out, forward_lse, q_copy, keys_copy, values_copy, b, H, K, D);
-    attention_gpu(ctx, silent_out, nullptr, q_copy, keys_copy, values_copy, b, H, K, D);
+    attention_gpu(ctx, forward_out, forward_lse, q_copy, {keys_copy, values_copy}, b, {H, K, D});
+    attention_gpu(ctx, silent_out, nullptr, q_copy, {keys_copy, values_copy}, b, {H, K, D});
     CHECK(same_bits(forward_out.get(), silent_out.get()));
     std::vector<float> got_lse = forward_lse.get();
     for (size_t i = (size_t)used * H; i < heads; i++) CHECK(std::isnan(got_lse[i]));
@@ -969,7 +969,7 @@ static void check_attention_backward(Random& random, const std::vector<int>& len
     for (std::vector<bf16>& result : results) {
         Device<bf16> dqkv((size_t)N * width);
         Device<float> scratch(heads), lse_copy(lse);
-        attention_backward_gpu(ctx, dqkv, dout_copy, q_copy, keys_copy, values_copy, out_copy, lse_copy, b, H, K, D, scratch);
+        attention_backward_gpu(ctx, dqkv, dout_copy, {q_copy, out_copy, lse_copy}, {keys_copy, values_copy}, b, {H, K, D}, scratch);
         result = dqkv.get();
     }
     CHECK(wrong(results[0], as_double(want), tolerance) == 0);

@@ -314,12 +314,12 @@ TEST_CASE("the head's loss in place, and the head's backward") {
             for (bool hopper : {false, true}) { // both tiles
                 if (hopper && !gpu().gpu->hopper) continue;
                 pad.ctx.gpu->hopper = hopper;
-                head_loss_gpu(pad.ctx, loss, nullptr, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, nullptr, W.device, R);
+                head_loss_gpu(pad.ctx, loss, nullptr, factor, logits, picked, parts, dx, {drows, dtarget, 0.125f, nullptr, R}, W.device);
                 const std::vector<float> only_loss = loss.get();
-                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, nullptr, W.device, R);
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, {drows, dtarget, 0.125f, nullptr, R}, W.device);
                 CHECK(same_bits(only_loss, loss.get()));
                 const std::vector<float> its = factor.get(), got = logits.get();
-                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, drows, dtarget, 0.125f, dby, W.device, R);
+                head_loss_gpu(pad.ctx, loss, (bf16*)logits.data, factor, logits, picked, parts, dx, {drows, dtarget, 0.125f, dby, R}, W.device);
                 CHECK(same_bits(got, logits.get()));
                 for (int r = 0; r < R; r++) CHECK(factor.get()[r] == doctest::Approx(its[r] * by[r]).epsilon(1e-6));
                 want = want_logits;
@@ -524,12 +524,12 @@ TEST_CASE("norms, RoPE and embedding, backward") {
             std::vector<bf16> want = dout;
             std::vector<float> want_dw = old;
             Batch b = batch.view();
-            qknorm_rope_backward_cpu(cpu(), want.data(), want_dw.data(), want_dw.data() + D, qkv.data(), qw.data(), kw.data(), rope.data(), b, H, K, D, 1e-6f);
+            qknorm_rope_backward_cpu(cpu(), want.data(), {want_dw.data(), want_dw.data() + D}, qkv.data(), {qw.data(), kw.data(), rope.data()}, b, {H, K, D, 1e-6f});
             b.pos = pos, b.seq = seq;
-            qknorm_rope_backward_gpu(pad.ctx, dqkv, dw, dw + D, device_qkv, device_qw, device_kw, device_rope, b, H, K, D, 1e-6f);
+            qknorm_rope_backward_gpu(pad.ctx, dqkv, {dw, dw + D}, device_qkv, {device_qw, device_kw, device_rope}, b, {H, K, D, 1e-6f});
             CHECK(wrong(dqkv.get(), as_double(want), [&](size_t i) { return 2.2 * rounding<bf16>(to_acc(want[i])) + 1e-5; }) == 0);
             CHECK(wrong(dw.get(), as_double(want_dw), [&](size_t) { return sum_error<float>(all * H * 3) + 1e-5; }) == 0);
-            qknorm_rope_backward_gpu(pad.ctx, alone, nullptr, nullptr, device_qkv, device_qw, device_kw, device_rope, b, H, K, D, 1e-6f);
+            qknorm_rope_backward_gpu(pad.ctx, alone, {nullptr, nullptr}, device_qkv, {device_qw, device_kw, device_rope}, b, {H, K, D, 1e-6f});
             CHECK(same_bits(alone.get(), dqkv.get()));
         }
 }
@@ -563,12 +563,12 @@ TEST_CASE("attend, backward: the two ops, without the rounding between them") {
                 Device<float> lse(heads), delta(heads), dw(std::vector<float>(2 * D)), two_dw(std::vector<float>(2 * D));
                 Batch b = batch.view();
                 b.token = nullptr, b.pos = pos, b.seq = seq, b.slot = slot, b.pages = pages;
-                attend_gpu(pad.ctx, out, lse, q, keys, values, x, wq, wk, angles, b, H, K, D, eps);
-                attention_backward_gpu(pad.ctx, d, g, q, keys, values, out, lse, b, H, K, D, delta);
-                attend_backward_gpu(pad.ctx, got, nullptr, nullptr, g, q, keys, values, out, lse, x, wq, wk, angles, b, H, K, D, eps, delta);
+                attend_gpu(pad.ctx, out, lse, q, {keys, values}, x, {wq, wk, angles}, b, {H, K, D, eps});
+                attention_backward_gpu(pad.ctx, d, g, {q, out, lse}, {keys, values}, b, {H, K, D}, delta);
+                attend_backward_gpu(pad.ctx, got, {nullptr, nullptr}, g, {q, out, lse}, {keys, values}, x, {wq, wk, angles}, b, {H, K, D, eps}, delta);
                 const std::vector<bf16> before = d.get();
                 std::vector<bf16> want = before;
-                qknorm_rope_backward_cpu(cpu(), want.data(), (float*)nullptr, (float*)nullptr, qkv.data(), weights[0].data(), weights[1].data(), rope.data(), batch.view(), H, K, D, eps);
+                qknorm_rope_backward_cpu(cpu(), want.data(), {nullptr, nullptr}, qkv.data(), {weights[0].data(), weights[1].data(), rope.data()}, batch.view(), {H, K, D, eps});
                 std::vector<double> tolerance(want.size());
                 for (size_t at = 0; at < want.size(); at += D) {
                     const size_t head = at % width / D;
@@ -582,9 +582,9 @@ TEST_CASE("attend, backward: the two ops, without the rounding between them") {
                 }
                 CHECK(wrong(got.get(), as_double(want), [&](size_t i) { return tolerance[i]; }) == 0);
                 // Where the norms' weights are trained, they are two.
-                attend_backward_gpu(pad.ctx, both, dw, dw + D, g, q, keys, values, out, lse, x, wq, wk, angles, b, H, K, D, eps, delta);
+                attend_backward_gpu(pad.ctx, both, {dw, dw + D}, g, {q, out, lse}, {keys, values}, x, {wq, wk, angles}, b, {H, K, D, eps}, delta);
                 two.replace(before);
-                qknorm_rope_backward_gpu(pad.ctx, two, two_dw, two_dw + D, x, wq, wk, angles, b, H, K, D, eps);
+                qknorm_rope_backward_gpu(pad.ctx, two, {two_dw, two_dw + D}, x, {wq, wk, angles}, b, {H, K, D, eps});
                 CHECK(same_bits(both.get(), two.get()));
                 CHECK(same_bits(dw.get(), two_dw.get()));
             }

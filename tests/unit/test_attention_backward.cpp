@@ -30,12 +30,12 @@ template <class T> struct Problem {
     }
     void forward() {
         out = poisoned<T>(q.size()), lse = poisoned<acc<T>>((size_t)N * H);
-        CALL(attention, out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), H, K, D);
+        CALL(attention, out.data(), lse.data(), q.data(), {keys.data(), values.data()}, batch.view(), {H, K, D});
     }
-    std::vector<T> backward() const {
+    std::vector<T> backward() {
         std::vector<T> dqkv = poisoned<T>((size_t)N * width());
         std::vector<acc<T>> delta = poisoned<acc<T>>((size_t)N * H);
-        CALL(attention_backward, dqkv.data(), dout.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), batch.view(), H, K, D, delta.data());
+        CALL(attention_backward, dqkv.data(), dout.data(), {q.data(), out.data(), lse.data()}, {keys.data(), values.data()}, batch.view(), {H, K, D}, delta.data());
         return dqkv;
     }
     int width() const { return (H + 2 * K) * D; }
@@ -52,7 +52,7 @@ TEST_CASE_TEMPLATE("lse and the gradients are those of the dense formula", T, bf
         for (int D : {2, 6, 40, 64, 128}) {
             const int H = heads.first, K = heads.second, G = H / K, spare = 3;
             INFO("H " << H << " K " << K << " D " << D);
-            const Problem<T> p(random, LENGTHS, spare, H, K, D);
+            Problem<T> p(random, LENGTHS, spare, H, K, D);
             // The gradients, and what they may be off by: T's rounding of `out`, which is in delta, of the result, and
             // the errors of the sums. (A score's error, some 1e-6 of its terms, is one of its probability: hence 20.)
             std::vector<double> want((size_t)p.N * p.width()), size(want.size()), off(want.size()), want_lse, lse_size;
@@ -131,7 +131,7 @@ TEST_CASE("the gradients are the forward op's slopes, in double") {
 TEST_CASE_TEMPLATE("a sequence's gradients have the same bits alone, in any batch and on any number of threads", T, bf16, float, double) {
     Random random{3};
     const int H = 6, K = 2, D = 40;
-    const Problem<T> p(random, {1, 30, 5, 64, 17}, 2, H, K, D);
+    Problem<T> p(random, {1, 30, 5, 64, 17}, 2, H, K, D);
     const std::vector<T> whole = p.backward();
 #ifdef _OPENMP
     const int threads = omp_get_max_threads();
@@ -156,7 +156,7 @@ TEST_CASE("what nobody asked for is not written: attention without lse") {
     Random random{4};
     Problem<bf16> p(random, LENGTHS, 0, 4, 2, 64);
     const std::vector<bf16> out = p.out;
-    CALL(attention, p.out.data(), nullptr, p.q.data(), p.keys.data(), p.values.data(), p.batch.view(), 4, 2, 64);
+    CALL(attention, p.out.data(), nullptr, p.q.data(), {p.keys.data(), p.values.data()}, p.batch.view(), {4, 2, 64});
     CHECK(same_bits(p.out, out));
 }
 } // namespace

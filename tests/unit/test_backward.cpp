@@ -339,16 +339,16 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
         std::vector<double> rope(64 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H);
         fill_rope(rope.data(), 64, D, 100.);
         auto f = [&] {
-            CALL(qknorm_rope_kv, q.data(), keys.data(), values.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
-            CALL(attention, out.data(), lse.data(), q.data(), keys.data(), values.data(), b, H, K, D);
+            CALL(qknorm_rope_kv, q.data(), {keys.data(), values.data()}, qkv.data(), {q_weight.data(), k_weight.data(), rope.data()}, b, {H, K, D, eps});
+            CALL(attention, out.data(), lse.data(), q.data(), {keys.data(), values.data()}, b, {H, K, D});
             return inner(out, g);
         };
         f();
         std::vector<double> d = poisoned<double>(N * width), delta(N * H), dwq = wq_before, dwk = wk_before;
-        CALL(attention_backward, d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
-        CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps);
+        CALL(attention_backward, d.data(), g.data(), {q.data(), out.data(), lse.data()}, {keys.data(), values.data()}, b, {H, K, D}, delta.data());
+        CALL(qknorm_rope_backward, d.data(), {dwq.data(), dwk.data()}, qkv.data(), {q_weight.data(), k_weight.data(), rope.data()}, b, {H, K, D, eps});
         auto both = poisoned<double>(d.size()), both_wq = wq_before, both_wk = wk_before;
-        CALL(attend_backward, both.data(), both_wq.data(), both_wk.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), qkv.data(), q_weight.data(), k_weight.data(), rope.data(), b, H, K, D, eps, delta.data());
+        CALL(attend_backward, both.data(), {both_wq.data(), both_wk.data()}, g.data(), {q.data(), out.data(), lse.data()}, {keys.data(), values.data()}, qkv.data(), {q_weight.data(), k_weight.data(), rope.data()}, b, {H, K, D, eps}, delta.data());
         CHECK(same_bits(both, d));
         CHECK(same_bits(both_wq, dwq));
         CHECK(same_bits(both_wk, dwk));
@@ -411,10 +411,10 @@ TEST_CASE_TEMPLATE("losses and the head's gradient: the definition in double", T
     const std::vector<acc<T>> by = random.fill<acc<T>>(R, 2);
     const std::vector<double> wide_by = as_double(by);
     const size_t ld = V * sizeof(acc<T>) / sizeof(T); // gradients lie at the beginnings of the logits' rows
-    head_loss(want_loss.data(), want.data(), want_factor.data(), want.data(), want_picked.data(), (double*)nullptr, as_double(x).data(), rows, target, 0.3, wide_by.data(), wide, R);
-    CALL(head_loss, loss.data(), (T*)logits.data(), factor.data(), logits.data(), picked.data(), scratch.data(), x.data(), rows, target, (acc<T>)0.3, (acc<T>*)nullptr, W, R);
+    head_loss(want_loss.data(), want.data(), want_factor.data(), want.data(), want_picked.data(), (double*)nullptr, as_double(x).data(), {rows, target, 0.3, wide_by.data(), R}, wide);
+    CALL(head_loss, loss.data(), (T*)logits.data(), factor.data(), logits.data(), picked.data(), scratch.data(), x.data(), {rows, target, (acc<T>)0.3, nullptr, R}, W);
     for (acc<T> one : factor) CHECK(one == 1);
-    CALL(head_loss, loss.data(), (T*)logits.data(), factor.data(), logits.data(), picked.data(), scratch.data(), x.data(), rows, target, (acc<T>)0.3, by.data(), W, R);
+    CALL(head_loss, loss.data(), (T*)logits.data(), factor.data(), logits.data(), picked.data(), scratch.data(), x.data(), {rows, target, (acc<T>)0.3, by.data(), R}, W);
     CHECK(as_double(factor) == want_factor);
     std::vector<T> d(R * V);
     for (int r = 0; r < R; r++) memcpy((void*)&d[r * V], (T*)logits.data() + r * ld, V * sizeof(T));
@@ -478,14 +478,14 @@ TEST_CASE_TEMPLATE("gradients of rmsnorm, SwiGLU, q/k norm and RoPE: the definit
         auto d = before;
         auto dwq = dwq_before, dwk = dwk_before;
         std::vector<double> want = as_double(before), want_q = as_double(dwq), want_k = as_double(dwk);
-        CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
-        qknorm_rope_backward(want.data(), want_q.data(), want_k.data(), as_double(qkv).data(), as_double(wq).data(), as_double(wk).data(), as_double(rope).data(), b, H, K, D, 1e-5f);
+        CALL(qknorm_rope_backward, d.data(), {dwq.data(), dwk.data()}, qkv.data(), {wq.data(), wk.data(), rope.data()}, b, {H, K, D, 1e-5f});
+        qknorm_rope_backward(want.data(), {want_q.data(), want_k.data()}, as_double(qkv).data(), {as_double(wq).data(), as_double(wk).data(), as_double(rope).data()}, b, {H, K, D, 1e-5f});
         CHECK(off<T>(d, want) == 0); // v's heads and spare rows stay
         CHECK(off<T>(dwq, want_q) == 0);
         CHECK(off<T>(dwk, want_k) == 0);
         auto alone = before;
         acc<T>* none = nullptr;
-        CALL(qknorm_rope_backward, alone.data(), none, none, qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        CALL(qknorm_rope_backward, alone.data(), {none, none}, qkv.data(), {wq.data(), wk.data(), rope.data()}, b, {H, K, D, 1e-5f});
         CHECK(same_bits(alone, d));
 
         auto dx = random.fill<acc<T>>(b.N * C), dW = random.fill<acc<T>>(9 * C);
@@ -676,9 +676,9 @@ TEST_CASE("every op: PyTorch's autograd in double") {
         std::vector<double> rope(4 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H), delta(N * H);
         std::vector<double> d(N * (H + 2 * K) * D), dwq(D), dwk(D);
         fill_rope(rope.data(), 4, D, 100.);
-        CALL(attend, out.data(), lse.data(), q.data(), keys.data(), values.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
-        CALL(attention_backward, d.data(), g.data(), q.data(), keys.data(), values.data(), out.data(), lse.data(), b, H, K, D, delta.data());
-        CALL(qknorm_rope_backward, d.data(), dwq.data(), dwk.data(), qkv.data(), wq.data(), wk.data(), rope.data(), b, H, K, D, 1e-5f);
+        CALL(attend, out.data(), lse.data(), q.data(), {keys.data(), values.data()}, qkv.data(), {wq.data(), wk.data(), rope.data()}, b, {H, K, D, 1e-5f});
+        CALL(attention_backward, d.data(), g.data(), {q.data(), out.data(), lse.data()}, {keys.data(), values.data()}, b, {H, K, D}, delta.data());
+        CALL(qknorm_rope_backward, d.data(), {dwq.data(), dwk.data()}, qkv.data(), {wq.data(), wk.data(), rope.data()}, b, {H, K, D, 1e-5f});
         check_same("out", out, r("out"), 1e-11), check_same("dqkv", d, r("d_qkv"), 1e-11);
         check_same("dq_weight", dwq, r("d_q_weight"), 1e-11), check_same("dk_weight", dwk, r("d_k_weight"), 1e-11);
     }

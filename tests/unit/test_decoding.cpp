@@ -107,7 +107,7 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
 
     // Rows: in bf16 Book I's within a rounding, in FP8 those of bf16 by store_kv.
     std::vector<bf16> q(a.q.size()), book_keys(a.numbers()), book_values(a.numbers());
-    qknorm_rope_kv(q.data(), book_keys.data(), book_values.data(), a.qkv.data(), a.q_weight.data(), a.k_weight.data(), a.rope.data(), plain, H, K, D, 1e-6f);
+    qknorm_rope_kv(q.data(), {book_keys.data(), book_values.data()}, a.qkv.data(), {a.q_weight.data(), a.k_weight.data(), a.rope.data()}, plain, {H, K, D, 1e-6f});
     int wrong = 0;
     for (int n = 0; n < a.N; n++)
         for (int h = 0; h < K && a.batch.seq[(size_t)n] >= 0; h++) {
@@ -125,8 +125,8 @@ static void check_attention(Random& random, const std::vector<std::pair<int, int
 
     // Attention of single tokens: Book I's of what the caches now hold.
     std::vector<bf16> want(a.out.size()), want8(a.out.size());
-    attention(want.data(), (float*)nullptr, q.data(), keys.data(), values.data(), plain, H, K, D);
-    attention(want8.data(), (float*)nullptr, q.data(), keys8.data(), values8.data(), b, H, K, D);
+    attention(want.data(), (float*)nullptr, q.data(), {keys.data(), values.data()}, plain, {H, K, D});
+    attention(want8.data(), (float*)nullptr, q.data(), {keys8.data(), values8.data()}, b, {H, K, D});
     int other = 0;
     for (size_t row = 0; row < (size_t)a.singles * H; row++) {
         float largest = 0;

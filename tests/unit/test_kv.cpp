@@ -82,7 +82,7 @@ TEST_CASE_TEMPLATE("attention over FP8 rows has the bits of attention over the s
                     }
         on_every_instruction_set([&] {
             std::vector<T> q((size_t)N * s.H * s.D), out = poisoned<T>(q.size()), want = out;
-            CALL(attend, out.data(), (acc<T>*)nullptr, q.data(), keys8.data(), values8.data(), qkv.data(), weight.data(), weight.data(), rope.data(), b8, s.H, s.K, s.D, 1e-6f);
+            CALL(attend, out.data(), (acc<T>*)nullptr, q.data(), {keys8.data(), values8.data()}, qkv.data(), {weight.data(), weight.data(), rope.data()}, b8, {s.H, s.K, s.D, 1e-6f});
             for (int n = 0; n < N; n++) // what the new tokens left, to the plain cache
                 for (int h = 0; h < s.K && b.seq[n] >= 0; h++)
                     for (bool key : {true, false}) {
@@ -90,7 +90,7 @@ TEST_CASE_TEMPLATE("attention over FP8 rows has the bits of attention over the s
                         for (int i = 0; i < s.D; i++) row[(size_t)i] = to_stored<T>(kept[i]);
                         store_kv(key ? keys.data() : values.data(), b.fp8, b.slot[n], h, row.data(), s.K, s.D);
                     }
-            CALL(attention, want.data(), (acc<T>*)nullptr, q.data(), keys.data(), values.data(), b, s.H, s.K, s.D);
+            CALL(attention, want.data(), (acc<T>*)nullptr, q.data(), {keys.data(), values.data()}, b, {s.H, s.K, s.D});
             CHECK(same_bits(out, want));
         });
     }

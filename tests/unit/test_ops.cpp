@@ -94,16 +94,17 @@ TEST_CASE("the definitions on a few numbers by hand") {
     // Attention: two keys of scores 0 and log 3 give weights 1/4 and 3/4. RoPE: position 1 rotates by one radian.
     const int pos[] = {0, 1}, zero[] = {0, 0};
     const Batch both = {2, 1, zero, pos, zero, pos, zero, 1};
-    const double keys[] = {0, 0, std::log(3.) * std::sqrt(2.), 0}, values[] = {4, 0, 8, 4}, q[] = {1, 0, 1, 0};
+    double keys[] = {0, 0, std::log(3.) * std::sqrt(2.), 0}, values[] = {4, 0, 8, 4};
+    const double q[] = {1, 0, 1, 0};
     double out[4], lse[2], rope[4], to_keys[2 * PAGE], to_values[2 * PAGE];
-    attention(out, lse, q, keys, values, both, 1, 1, 2);
+    attention(out, lse, q, {keys, values}, both, {1, 1, 2});
     CHECK((out[0] == 4 && out[1] == 0));
     CHECK(out[2] == doctest::Approx(7));
     CHECK(out[3] == doctest::Approx(3));
     CHECK(lse[1] == doctest::Approx(std::log(4.)));
     fill_rope(rope, 2, 2, 1e4);
     const double qkv[] = {1, 1, 1, 1, 5, 6, 0, 2, 2, 0, 7, 8}, ones[] = {1, 1};
-    qknorm_rope_kv(out, to_keys, to_values, qkv, ones, ones, rope, both, 1, 1, 2, 0.f);
+    qknorm_rope_kv(out, {to_keys, to_values}, qkv, {ones, ones, rope}, both, {1, 1, 2, 0.f});
     CHECK((out[0] == 1 && out[1] == 1)); // position 0: as it was
     CHECK(out[2] == doctest::Approx(-std::sqrt(2.) * std::sin(1.)));
     CHECK(out[3] == doctest::Approx(std::sqrt(2.) * std::cos(1.)));
@@ -350,7 +351,7 @@ TEST_CASE_TEMPLATE("qknorm_rope_kv", T, bf16, float, double) {
         fill_rope(rope.data(), positions, D, 1e4);
         auto q = poisoned<T>((size_t)N * H * D);
         auto keys = poisoned<T>((size_t)batch.page_count * K * PAGE * D), values = keys;
-        CALL(qknorm_rope_kv, q.data(), keys.data(), values.data(), qkv.data(), qw.data(), kw.data(), rope.data(), batch.view(), H, K, D, 1e-6f);
+        CALL(qknorm_rope_kv, q.data(), {keys.data(), values.data()}, qkv.data(), {qw.data(), kw.data(), rope.data()}, batch.view(), {H, K, D, 1e-6f});
         size_t written = 0;
         for (const T& k : keys) written += !std::isnan(to_acc(k));
         CHECK(written == (size_t)(N - 1) * K * D); // nothing else was touched
@@ -390,16 +391,16 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
         auto keys = random.fill<T>((size_t)batch.page_count * s.K * PAGE * s.D), values = random.fill<T>(keys.size());
         const size_t rows = (size_t)(N - 1) * s.H; // but the spare one's
         std::vector<double> want(q.size()), size(q.size()), want_lse((size_t)N * s.H), terms(rows);
-        const std::vector<double> wide_q = as_double(q), wide_keys = as_double(keys);
-        attention(want.data(), want_lse.data(), wide_q.data(), wide_keys.data(), as_double(values).data(), batch.view(), s.H, s.K, s.D);
-        attention(size.data(), nullptr, wide_q.data(), wide_keys.data(), magnitudes(values).data(), batch.view(), s.H, s.K, s.D);
+        std::vector<double> wide_q = as_double(q), wide_keys = as_double(keys);
+        attention(want.data(), want_lse.data(), wide_q.data(), {wide_keys.data(), as_double(values).data()}, batch.view(), {s.H, s.K, s.D});
+        attention(size.data(), nullptr, wide_q.data(), {wide_keys.data(), magnitudes(values).data()}, batch.view(), {s.H, s.K, s.D});
         want.resize(rows * s.D), want_lse.resize(rows);
         for (size_t row = 0; row < rows; row++) // a score's error is one of lse: q and k are at most 3 and 1
             for (int i = 0; i < s.D; i++) terms[row] += std::fabs(wide_q[row * s.D + i]) / std::sqrt((double)s.D);
         {
             auto out = poisoned<T>(q.size());
             auto lse = poisoned<acc<T>>((size_t)N * s.H);
-            attention(out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            attention(out.data(), lse.data(), q.data(), {keys.data(), values.data()}, batch.view(), {s.H, s.K, s.D});
             out.resize(want.size()), lse.resize(rows);
             CHECK(wrong(out, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(10 * size[i]); }) == 0);
             CHECK(wrong(lse, want_lse, [&](size_t i) { return sum_error<T>(terms[i] + std::fabs(want_lse[i]) + 1); }) == 0);
@@ -407,7 +408,7 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
         on_every_instruction_set([&] {
             auto out = poisoned<T>(q.size());
             auto lse = poisoned<acc<T>>((size_t)N * s.H);
-            attention_cpu(cpu(), out.data(), lse.data(), q.data(), keys.data(), values.data(), batch.view(), s.H, s.K, s.D);
+            attention_cpu(cpu(), out.data(), lse.data(), q.data(), {keys.data(), values.data()}, batch.view(), {s.H, s.K, s.D});
             std::vector<T> spare(out.end() - s.H * s.D, out.end());
             for (const T& x : spare) REQUIRE(std::isnan(to_acc(x)));
             out.resize(want.size());
@@ -425,7 +426,7 @@ TEST_CASE_TEMPLATE("attention over a paged, ragged batch", T, bf16, float, doubl
                 for (size_t n : {first, last - 1}) {
                     Batch one = {1, whole.B, whole.token + n, whole.pos + n, whole.seq + n, whole.slot + n, whole.pages, whole.max_pages};
                     auto alone = poisoned<T>((size_t)s.H * s.D);
-                    attention_cpu(cpu(), alone.data(), nullptr, q.data() + n * s.H * s.D, keys.data(), values.data(), one, s.H, s.K, s.D);
+                    attention_cpu(cpu(), alone.data(), nullptr, q.data() + n * s.H * s.D, {keys.data(), values.data()}, one, {s.H, s.K, s.D});
                     REQUIRE(memcmp(alone.data(), out.data() + n * s.H * s.D, alone.size() * sizeof(T)) == 0);
                 }
                 first = last;
@@ -441,7 +442,7 @@ TEST_CASE_TEMPLATE("attention survives scores that overflow a careless exp", T, 
     for (int j = 0; j < 2 * PAGE; j++)
         for (int i = 0; i < D; i++) keys[j * D + i] = to_stored<T>((acc<T>)j), values[j * D + i] = to_stored<T>((acc<T>)j);
     int token = 0, pos = 2 * PAGE - 1, seq = 0, slot = pos, pages[2] = {0, 1};
-    CALL(attention, out.data(), nullptr, q.data(), keys.data(), values.data(), Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, 1, 1, D);
+    CALL(attention, out.data(), nullptr, q.data(), {keys.data(), values.data()}, Batch{1, 1, &token, &pos, &seq, &slot, pages, 2}, {1, 1, D});
     for (const T& x : out) CHECK(to_acc(x) == 2 * PAGE - 1); // the last key wins by hundreds
 }
 } // namespace
