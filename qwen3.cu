@@ -2977,12 +2977,12 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 // since a block that needs little shared memory starts beside the previous kernel. For many sequences it is in a ring
 // of two stages in shared memory (RingPage): cp.async fills it with the next page while one is multiplied, and with
 // whole lines, where loads into registers request halves.
-// Keys are operand b without moves: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32
-// (mma_32). The result is the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; it is operand a of the
-// second product, again without moves: the lane has the values of these four keys, eight numbers from 8 g on of every
-// 64, and makes operands b of pairs of them. Weights are rounded to bf16, as in prompts. An FP8 cache has e4m3 numbers,
-// which become bf16 in registers; their factors go to scores and weights. As these are powers of two, all sums have the
-// bits that this kernel gives for a bf16 cache of the same numbers.
+// Keys are operand b without moves: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32. The
+// result is the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; it is operand b of the second product,
+// again without moves: the lane has the values of these four keys, eight numbers from 8 g on of every 64, and makes
+// operands a of pairs of them. Weights are rounded to bf16, as in prompts. An FP8 cache has e4m3 numbers, which become
+// bf16 in registers; their factors go to scores and weights. As these are powers of two, all sums have the bits that
+// this kernel gives for a bf16 cache of the same numbers.
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
 inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
@@ -3002,6 +3002,15 @@ struct DecodeArgs {
 
 template <int D> struct DecodeShared {
     __align__(16) bf16 q[DECODE_ROWS][D];                    // normalised and rotated; zeros where there is no head
+    // Pair 1 of four changes places with pair 2, so that a lane's eight numbers are an operand a (see DecodePart::add).
+    __device__ void put(const WarpHead<D>& head, float by, int h) {
+        const auto place = [](int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; };
+        GPU_UNROLL
+        for (int k = 0; k < D / 64; k++) {
+            const int i = (int)threadIdx.x % 32 * (D / 64) + k;
+            q[h][place(i)] = round_bf16(head.u[k] * by), q[h][place(i + D / 2)] = round_bf16(head.v[k] * by);
+        }
+    }
     float maximum[SPLIT / PAGE][DECODE_ROWS], sum[SPLIT / PAGE][DECODE_ROWS]; // of a warp's pages
     __align__(16) uint8_t new_key[2 * D], new_value[2 * D];  // the newest token's, as in the cache
     uint8_t exponents[2];
@@ -3010,15 +3019,25 @@ template <int D> struct DecodeShared {
 // The common part of the two places of a page: registers (HeldPage) and a ring in shared memory (RingPage). A place has
 // WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(i, ..) starts the load of a warp's i-th
 // page, whose first `count` rows exist; wait(i) waits for it; insert adds one row; key(j, i) and value(r, c) are eight
-// numbers of a lane; factor(r, value) is the factor of an FP8 row.
+// numbers of a lane, the keys as bf16, times 1 / LIFT^2; factor(r, value) is the factor of an FP8 row.
 template <int D, bool FP8> struct DecodePage {
     static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
     using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; } // of a lane's scores
-    __device__ static uint4 widened(const Chunk& x) {
-        if constexpr (FP8) return widen_e4m3(x);
-        else return x;
+    // An FP8 number becomes 2^-120 of itself as bf16, by moving its fields. The other operand is multiplied by LIFT, and
+    // so are the sums of products: powers of two change no bit. (Beyond 2^67 they would overflow.)
+    static constexpr float LIFT = FP8 ? 0x1p60f : 1;
+    __device__ static uint4 pairs(const Chunk& x) {
+        if constexpr (!FP8) return x;
+        else return {place_e4m3(__byte_perm(x.x, 0, 0x1404)), place_e4m3(__byte_perm(x.x, 0, 0x3424)),
+                     place_e4m3(__byte_perm(x.y, 0, 0x1404)), place_e4m3(__byte_perm(x.y, 0, 0x3424))};
+    }
+    __device__ static uint32_t pair(const Chunk& a, const Chunk& b, int e) { // number e of both
+        if constexpr (FP8)
+            return place_e4m3(__byte_perm(e < 4 ? a.x : a.y, e < 4 ? b.x : b.y, 0x4000 + e % 4 * 0x1010));
+        else return __byte_perm(e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w,
+                                e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w, e % 2 ? 0x7632 : 0x5410);
     }
     __device__ static const Chunk& chunk(const uint8_t* row, int column) {
         return *(const Chunk*)(row + column * SIZE);
@@ -3027,7 +3046,7 @@ template <int D, bool FP8> struct DecodePage {
 
 template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
     using Base = DecodePage<D, FP8>;
-    using Base::key_of, Base::lane, Base::g, Base::t, Base::ROW, Base::chunk, Base::widened;
+    using Base::key_of, Base::lane, Base::g, Base::t, Base::ROW, Base::chunk, Base::pairs;
     static constexpr int WARPS = SPLIT / PAGE, STAGES = 1, RING = 0, BLOCKS = 2;
     typename Base::Chunk k[2][D / 32] = {}, v[4][D / 64] = {};
     int exponent[2][4] = {}; // FP8: the bytes of KVRow of keys and values key_of(r)
@@ -3069,8 +3088,8 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
         }
         __syncwarp();
     }
-    __device__ uint4 key(int j, int i) const { return widened(k[j][i]); }
-    __device__ uint4 value(int r, int c) const { return widened(v[r][c]); }
+    __device__ uint4 key(int j, int i) const { return pairs(k[j][i]); }
+    __device__ const typename Base::Chunk& value(int r, int c) const { return v[r][c]; }
     __device__ float factor(int r, bool value) const { return FP8 ? fp8_factor(exponent[value][r]) : 1; }
 };
 
@@ -3078,7 +3097,7 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
 // banks; of an FP8 cache the exponents behind.
 template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
     using Base = DecodePage<D, FP8>;
-    using Base::key_of, Base::lane, Base::g, Base::t, Base::SIZE, Base::ROW, Base::chunk, Base::widened;
+    using Base::key_of, Base::lane, Base::g, Base::t, Base::SIZE, Base::ROW, Base::chunk, Base::pairs;
     static constexpr int WARPS = 4, STAGES = 2, CHUNKS = ROW / 16, BLOCKS = FP8 ? 4 : 3;
     static constexpr int VALUES = PAGE * ROW, EXPONENTS = 2 * VALUES; // where they begin
     static constexpr int BYTES = EXPONENTS + (FP8 ? 2 * PAGE : 0), RING = STAGES * BYTES;
@@ -3090,8 +3109,8 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
         const int flip = FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4;
         return row * ROW + (chunk ^ flip % CHUNKS) * 16;
     }
-    __device__ uint4 eight(const uint8_t* rows, int row, int column) const {
-        return widened(chunk(rows + chunk_at(row, column * SIZE / 16) + column * SIZE % 16, 0));
+    __device__ const typename Base::Chunk& eight(const uint8_t* rows, int row, int column) const {
+        return chunk(rows + chunk_at(row, column * SIZE / 16) + column * SIZE % 16, 0);
     }
     // (Rows past `count` become zeros.)
     __device__ __forceinline__ void ask_for(int i, const uint8_t* keys, const uint8_t* values, int count) const {
@@ -3121,33 +3140,39 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
         if (FP8 && lane < 2) stage[EXPONENTS + lane * PAGE + row] = shared.exponents[lane];
         __syncwarp();
     }
-    __device__ uint4 key(int j, int i) const { return eight(stage, 8 * j + g, 32 * i + 8 * t); }
-    __device__ uint4 value(int r, int c) const { return eight(stage + VALUES, key_of(r), 64 * c + 8 * g); }
+    __device__ uint4 key(int j, int i) const { return pairs(eight(stage, 8 * j + g, 32 * i + 8 * t)); }
+    __device__ const typename Base::Chunk& value(int r, int c) const {
+        return eight(stage + VALUES, key_of(r), 64 * c + 8 * g);
+    }
     __device__ float factor(int r, bool value) const {
         return FP8 ? fp8_factor(stage[EXPONENTS + value * PAGE + key_of(r)]) : 1;
     }
 };
 
-// The part of a warp's pages so far, for head g: the largest score, the sum of the weights, and the weighted sum of the
-// values: y[c][i][e] is number 64 c + 16 t + 8 i + e.
+// The part of a warp's pages so far: of head g the largest score and the sum of the weights; the weighted sums of the
+// values: y[c][i] holds numbers 64 c + 8 g + 2 i of heads 2 t and 2 t + 1, then their next numbers.
 template <int D, bool FP8, class Page> struct DecodePart {
-    float top = -INFINITY, sum = 0, y[D / 64][2][8] = {};
+    float top = -INFINITY, sum = 0, y[D / 64][4][4] = {};
 
     // The first `count` keys of the page count: one at least.
     __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
-        float s[2][4] = {}, odd[2][4] = {}; // scores: rows g and g + 8, of which only g is a head
+        // Scores. Rows g and g + 8 of operand a are two halves of head g's numbers: a product with the keys' first half
+        // leaves row g, one with their second half row g + 8. The other rows are not used.
+        float s[2][4] = {}, more_s[2][4] = {};
         GPU_UNROLL
         for (int i = 0; i < D / 32; i++) {
             const uint4 q = *(const uint4*)(shared.q[page.g] + 32 * i + 8 * page.t);
             GPU_UNROLL
-            for (int j = 0; j < 2; j++) // (where there are registers, in two chains)
-                mma_32(i % 2 && !Page::RING ? odd[j] : s[j], q, uint4{0, 0, 0, 0}, page.key(j, i));
+            for (int j = 0; j < 2; j++) {
+                const uint4 key = page.key(j, i);
+                mma(s[j], q.x, q.y, q.z, q.w, key.x, key.y), mma(more_s[j], q.x, q.y, q.z, q.w, key.z, key.w);
+            }
         }
-        const float scale = LOG2E / sqrtf((float)D); // scores are powers of 2
+        const float scale = LOG2E / sqrtf((float)D) * Page::LIFT; // scores are powers of 2
         float weights[4], largest = top, more = 0;
         GPU_UNROLL
         for (int r = 0; r < 4; r++) {
-            const float score = (s[r / 2][r % 2] + odd[r / 2][r % 2]) * scale * page.factor(r, false);
+            const float score = (s[r / 2][r % 2] + more_s[r / 2][2 + r % 2]) * scale * page.factor(r, false);
             weights[r] = page.key_of(r) < count ? score : -INFINITY;
             largest = fmaxf(largest, weights[r]);
         }
@@ -3155,43 +3180,41 @@ template <int D, bool FP8, class Page> struct DecodePart {
         GPU_UNROLL
         for (int r = 0; r < 4; r++) {
             weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
-            if (FP8) weights[r] = page.key_of(r) < count ? weights[r] * page.factor(r, true) : 0;
+            if (FP8) weights[r] = page.key_of(r) < count ? weights[r] * (page.factor(r, true) * Page::LIFT) : 0;
         }
         const float shrink = exp2_fast(top - largest);
         top = largest, sum = fmaf(sum, shrink, quad_sum(more));
-        if (__any_sync(~0u, shrink < 1)) // (rare)
+        if (__any_sync(~0u, shrink < 1)) { // (rare)
+            const float by[2] = {__shfl_sync(~0u, shrink, 8 * page.t), __shfl_sync(~0u, shrink, 8 * page.t + 4)};
             GPU_UNROLL
-            for (int e = 0; e < D / 4; e++) y[e / 16][e / 8 % 2][e % 8] *= shrink;
+            for (int e = 0; e < D / 4; e++) y[e / 16][e / 4 % 4][e % 4] *= by[e % 2];
+        }
+        // Operand b: weights of heads. Operand a: the transposed values, rows g and g + 8 of it are two neighbours.
         const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
         GPU_UNROLL
         for (int c = 0; c < D / 64; c++) {
-            uint4 rows[4];
+            typename Page::Chunk rows[4];
             GPU_UNROLL
             for (int r = 0; r < 4; r++) rows[r] = page.value(r, c);
             GPU_UNROLL
-            for (int e = 0; e < 8; e++) { // in this product column g stands for number 8 g + e
-                const auto pair = [&](const uint4& a, const uint4& b) {
-                    const uint32_t x = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
-                    const uint32_t z = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
-                    return __byte_perm(x, z, e % 2 ? 0x7632 : 0x5410);
-                };
-                float d[4] = {y[c][0][e], y[c][1][e], 0, 0};
-                mma(d, first, 0, second, 0, pair(rows[0], rows[1]), pair(rows[2], rows[3]));
-                settle(y[c][0][e] = d[0]), settle(y[c][1][e] = d[1]);
-            }
+            for (int e = 0; e < 8; e += 2)
+                mma(y[c][e / 2], Page::pair(rows[0], rows[1], e), Page::pair(rows[0], rows[1], e + 1),
+                    Page::pair(rows[2], rows[3], e), Page::pair(rows[2], rows[3], e + 1), first, second);
         }
     }
     // To shared memory: heads are D + 8 numbers apart.
     __device__ __forceinline__ void store(DecodeShared<D>& shared, const Page& page, float* sums, int heads) const {
         const int warp = threadIdx.x / 32, g = page.g, t = page.t;
-        if (g >= heads) return;
-        if (t == 0) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
+        if (t == 0 && g < heads) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
         GPU_UNROLL
-        for (int c = 0; c < D / 64; c++)
+        for (int h = 0; h < 2; h++)
             GPU_UNROLL
-            for (int e = 0; e < 16; e += 4) {
-                const float* from = &y[c][e / 8][e % 8];
-                store_four(sums + g * (D + 8) + 64 * c + 16 * t + e, make_float4(from[0], from[1], from[2], from[3]));
+            for (int e = 0; e < D / 8 && 2 * t + h < heads; e += 4) {
+                const float(&from)[4][4] = y[e / 8];
+                const int i = e % 8 / 2;
+                store_four(sums + (2 * t + h) * (D + 8) + e / 8 * 64 + 8 * g + e % 8,
+                           make_float4(from[i][h] * Page::LIFT, from[i][2 + h] * Page::LIFT,
+                                       from[i + 1][h] * Page::LIFT, from[i + 1][2 + h] * Page::LIFT));
             }
     }
 };
@@ -3263,7 +3286,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
             head.load(row + (size_t)(h0 + h) * D), weights.load(p.q_weight);
             head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
         }
-        head.store(shared.q[h]);
+        shared.put(head, Page::LIFT, h);
     }
     if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= Page::WARPS - 2) {
         const bool key = warp == Page::WARPS - 2, writes = h0 % (p.H / p.K) == 0;

@@ -5,10 +5,11 @@
 #define FP8_HEAD_H
 
 // Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, shifted to bf16's fields, are the number times
-// 2^-120, subnormals too. Two of `word`: `bytes` selects theirs, as in __byte_perm. And eight neighbours.
+// 2^-120, subnormals too. Two, each in the upper byte of its half.
+__device__ inline uint32_t place_e4m3(uint32_t high) { return (high & 0x80008000) | (high >> 4 & 0x07f007f0); }
+// Two of `word`: `bytes` selects theirs, as in __byte_perm. And eight neighbours.
 __device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
-    const uint32_t high = __byte_perm(word, 0, bytes); // each in the upper byte of its half
-    return fma_pair((high & 0x80008000) | (high >> 4 & 0x07f007f0), 0x7b807b80, 0x80008000); // 2^120, -0
+    return fma_pair(place_e4m3(__byte_perm(word, 0, bytes)), 0x7b807b80, 0x80008000); // 2^120, -0
 }
 __device__ inline uint4 widen_e4m3(const uint2& v) {
     return {widen_e4m3(v.x, 0x1404), widen_e4m3(v.x, 0x3424), widen_e4m3(v.y, 0x1404), widen_e4m3(v.y, 0x3424)};
