@@ -431,7 +431,7 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // memory of the tensors that are not used in the mapped file
     Arena gpu;                   // after `upload`: all weights, in the GPU's memory
 
-    // Reads a checkpoint: model/weights.cpp, where its tensors are used in place or converted to T. made: every matrix
+    // Reads a checkpoint (model/weights.cpp); its tensors are used in place, or converted to T. made: every matrix
     // becomes INT8; or those of the layers become FP8. packed: a quantised matrix keeps its format if Linear has it,
     // else it becomes INT8.
     explicit Weights(const ModelFile& file, Format made = Format::PLAIN, bool packed = false);
@@ -579,7 +579,7 @@ void cross_entropy(acc<T>* loss,      // (R) out
     }
 }
 
-// The R rows of a batch that have a loss, and the weight of each in the loss that is trained: by[r] scale.
+// R rows of a batch and their targets. The trained loss is the sum of by[r] scale loss[r].
 template <class A> struct LossRows {
     const int *rows, *target; // (R)
     A scale;
@@ -763,6 +763,11 @@ void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
     swiglu_backward(dgate_up, hidden, dhidden, gate_up, N, W.in);
 }
 
+template <class T> struct HeadNormGradients { acc<T> *q, *k; }; // (D) += of the norms' weights, or both null
+template <class T> struct Attended { // attention's q, out and lse
+    const T *q, *out;  // (N,HD)
+    const acc<T>* lse; // (N,H)
+};
 // ---- attention: s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse), o_n = sum_m p[n][m] v_m over m <= n of n's sequence
 //     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
 //     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
@@ -770,10 +775,6 @@ void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
 // dv and dk also sum over the G query heads that read the KV head. p is computed again from lse. The batch holds whole
 // sequences, from position 0 on, so a sequence's first row is n - pos[n]. (In the code m is a row of the batch.) The
 // cache holds T, not FP8. Spare rows come last; their gradients are zero, because weight gradients sum over all rows.
-template <class T> struct Attended { // attention's q, out and lse
-    const T *q, *out;  // (N,HD)
-    const acc<T>* lse; // (N,H)
-};
 template <class T>
 void attention_backward(T* dqkv,       // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
                         const T* dout, // (N,HD)
@@ -820,7 +821,6 @@ void attention_backward(T* dqkv,       // (N,(H+2K)D) out: gradients of q and k 
 // ---- qknorm_rope: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
 // out = (a cos - b sin, b cos + a sin)
 // The gradient is rotated by the opposite angle. Then it goes through the norm, as in rmsnorm_backward.
-template <class T> struct HeadNormGradients { acc<T> *q, *k; }; // (D) += of the norms' weights, or both null
 template <class T>
 void qknorm_rope_backward(T* dqkv,      // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
                           const HeadNormGradients<T>& dnorms,

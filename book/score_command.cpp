@@ -32,6 +32,28 @@ static std::string score_usage() {
            "All scores are means over rows in percent, with 95% intervals.\n\n";
 }
 
+static void add_choices(std::string& text, sj::Writer& w, size_t rows, size_t unanswered, double chance) {
+    text += format("%zu choices: %zu answers name no letter, which is wrong; chance is %.2f%%\n", rows, unanswered,
+                   chance);
+    w.key("choices").object().field("rows", rows).field("no_letter", unanswered).field("chance", chance).end();
+}
+
+// One of the worst rows, to both outputs.
+static void add_worst(std::string& text, sj::Writer& w, const ScoreFile::Row& a, const ScoreReference& row,
+                      const std::string& answer, const Measures& m, bool by_id) {
+    text += format("%8.4f  %s%s%s\n", row.choice ? m[CHOICE] : m[ROUGE_L],
+                   a.where.substr(a.where.rfind(": ") + 2).c_str(), by_id ? ", id " : "",
+                   by_id ? score_excerpt(a.id, 60).c_str() : "");
+    text += "          question   " + score_excerpt(row.question, 160) + "\n";
+    text += "          reference  " + score_excerpt(row.answer, 160) + "\n";
+    text += "          answer     " + score_excerpt(answer, 160) + "\n";
+    w.object().field("line", a.line);
+    if (by_id) w.key("id").text += a.id, w.comma = true;
+    for (size_t k = 0; k < METRIC_COUNT; k++)
+        if (!std::isnan(m[k])) w.field(METRICS[k], m[k]);
+    w.field("question", row.question).field("reference", row.answer).field("answer", answer).end();
+}
+
 int score_main(int argc, char** argv) {
     const std::string usage = score_usage();
     std::string dict, train_path;
@@ -75,32 +97,15 @@ int score_main(int argc, char** argv) {
     sj::Writer w;
     w.object().field("rows", table.size()).field("matched_by", matched).field("empty", empty);
     w.field("compat", compat).field("seed", seed).field("resamples", RESAMPLES);
-    if (asked) {
-        chance /= (double)asked;
-        text += format("%zu choices: %zu answers name no letter, which is wrong; chance is %.2f%%\n", asked, unanswered,
-                       chance);
-        w.key("choices").object().field("rows", asked).field("no_letter", unanswered).field("chance", chance).end();
-    }
+    if (asked) add_choices(text, w, asked, unanswered, chance / (double)asked);
     text += "\n" + score_table(table, compat, nearest != nullptr, seed, w);
 
     text += format("\nThe worst by %s:\n", asked == table.size() ? "choice" : "rouge-l");
     w.key("worst").array();
     for (size_t i : worst_rows(table)) {
-        const ScoreFile::Row& a = answers.rows[i];
         const ScoreReference row(references, references.rows[match[i]]);
-        const std::string answer = without_thought(score_answer(answers, a, row.answer));
-        const Measures& m = table[i][ANSWER];
-        text += format("%8.4f  %s%s%s\n", row.choice ? m[CHOICE] : m[ROUGE_L],
-                       a.where.substr(a.where.rfind(": ") + 2).c_str(), by_id ? ", id " : "",
-                       by_id ? score_excerpt(a.id, 60).c_str() : "");
-        text += "          question   " + score_excerpt(row.question, 160) + "\n";
-        text += "          reference  " + score_excerpt(row.answer, 160) + "\n";
-        text += "          answer     " + score_excerpt(answer, 160) + "\n";
-        w.object().field("line", a.line);
-        if (by_id) w.key("id").text += a.id, w.comma = true;
-        for (size_t k = 0; k < METRIC_COUNT; k++)
-            if (!std::isnan(m[k])) w.field(METRICS[k], m[k]);
-        w.field("question", row.question).field("reference", row.answer).field("answer", answer).end();
+        const std::string answer = without_thought(score_answer(answers, answers.rows[i], row.answer));
+        add_worst(text, w, answers.rows[i], row, answer, table[i][ANSWER], by_id);
     }
     w.end().end();
     if (json) text = w.text + "\n";

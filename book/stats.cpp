@@ -48,11 +48,29 @@ struct Lengths {
     }
 };
 
+using Chapters = std::map<std::string, std::map<std::string, size_t>>; // rows by chapter and difficulty
+
+void print_chapters(Chapters& table, std::set<std::string>& difficulties) {
+    Strings columns; // easy, medium, hard, then any others
+    for (auto d : DIFFICULTIES)
+        if (difficulties.erase(d)) columns.push_back(d);
+    columns.insert(columns.end(), difficulties.begin(), difficulties.end());
+    printf("\n%s", cell("chapter", -50).c_str());
+    for (auto& d : columns) printf("%s", cell(d, 9).c_str());
+    printf("%s\n", cell("rows", 9).c_str());
+    for (auto& [chapter, counts] : table) {
+        size_t sum = 0;
+        printf("%s", cell(chapter.empty() ? "-" : chapter, -50).c_str());
+        for (auto& d : columns) printf("%s", cell(std::to_string(counts[d]), 9).c_str()), sum += counts[d];
+        printf("%s\n", cell(std::to_string(sum), 9).c_str());
+    }
+}
+
 } // namespace
 
 int run_stats(const Arguments& a) {
     Lengths tokens{"tokens"}, trained{"  trained"}, questions{"question characters"}, answers{"answer characters"};
-    std::map<std::string, std::map<std::string, size_t>> table; // chapter, difficulty
+    Chapters table;
     std::set<std::string> difficulties;
     auto take = [&](DatasetRow row) {
         tokens.values.push_back((uint32_t)row.size());
@@ -101,20 +119,7 @@ int run_stats(const Arguments& a) {
         const double share = (double)over / (double)tokens.values.size();
         if (over) printf("over %-6u%10zu rows, %.1f%%\n", limit, (size_t)over, 100 * share);
     }
-    if (table.empty()) return 0;
-    Strings columns; // easy, medium, hard, then any others
-    for (auto d : DIFFICULTIES)
-        if (difficulties.erase(d)) columns.push_back(d);
-    columns.insert(columns.end(), difficulties.begin(), difficulties.end());
-    printf("\n%s", cell("chapter", -50).c_str());
-    for (auto& d : columns) printf("%s", cell(d, 9).c_str());
-    printf("%s\n", cell("rows", 9).c_str());
-    for (auto& [chapter, counts] : table) {
-        size_t sum = 0;
-        printf("%s", cell(chapter.empty() ? "-" : chapter, -50).c_str());
-        for (auto& d : columns) printf("%s", cell(std::to_string(counts[d]), 9).c_str()), sum += counts[d];
-        printf("%s\n", cell(std::to_string(sum), 9).c_str());
-    }
+    if (!table.empty()) print_chapters(table, difficulties);
     return 0;
 }
 

@@ -125,9 +125,51 @@ static std::string evaluate_row(const Options& o, Conversation& session, const T
     return w.end().text + "\n";
 }
 
+// Of the rows that an earlier run left; there are `most` in all.
+static EvalTotals totals_of(const PartialFile& out, size_t most) {
+    EvalTotals totals;
+    for (size_t at = 0; at < out.rows.size();) {
+        const std::string_view line = std::string_view(out.rows).substr(at, out.rows.find('\n', at) - at);
+        at += line.size() + 1;
+        if (totals.rows == most || !totals.add(line))
+            DIE("%s: line %zu is damaged; remove the file to start anew", out.partial.c_str(), totals.rows + 2);
+    }
+    return totals;
+}
+
+// The first line of an unfinished output: a run with another one does not continue it.
+static std::string run_of(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer,
+                          const Generation& how, size_t context) {
+    const Sampling& s = how.sampling;
+    const MappedFile qa(o.eval);
+    auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
+    sj::Writer w;
+    w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(model.file.hash()));
+    w.field("variant", hex(o.variant)).field("bits", 8 * model.number_bytes());
+    if (o.library) w.field("documents", hex(o.library->hash()));
+    if (o.quotes) w.field("quotes", true);
+    w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
+    w.field("context", context).field("max_tokens", how.max_tokens);
+    w.key("sampling").array().value(s.temperature).value(s.top_k).value(s.top_p).value(s.min_p);
+    w.value(s.repeat).value(s.presence).value(s.frequency).value(s.seed).end().key("stop").array();
+    for (auto& stop : o.stops) w.value(stop);
+    return w.end().end().text;
+}
+
+static void report(const Options& o, const EvalTotals& totals) {
+    const double loss = totals.nll / (double)totals.tokens;
+    say(format("%s: %s, %zu skipped (too long for the context), %s, loss %.6f over %s", o.output.c_str(),
+               counted(totals.rows, "row").c_str(), totals.skipped, counted(totals.ended, "complete answer").c_str(),
+               loss, counted(totals.tokens, "token").c_str()));
+    sj::Writer all;
+    all.object().field("rows", totals.rows).field("skipped", totals.skipped).field("ended", totals.ended);
+    all.field("loss", loss).field("tokens", totals.tokens).end();
+    write_stdout(o.json ? all.text + "\n" : format("rows %zu skipped %zu ended %zu loss %.6f tokens %zu\n", totals.rows,
+                                                   totals.skipped, totals.ended, loss, totals.tokens));
+}
+
 int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer) {
     const Config& c = model.file.config;
-    const MappedFile qa(o.eval);
     const int context = o.context ? o.context : std::min(4096, c.max_positions);
     const std::vector<QuestionRow> rows = read_questions(o, tokenizer, o.eval);
     if (std::none_of(rows.begin(), rows.end(), [&](auto& row) { return row.length() <= (size_t)context; }))
@@ -144,27 +186,9 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
     how.stops = o.stops;
     how.interrupt = &interrupted;
 
-    const Sampling& s = how.sampling;
-    auto hex = [](uint64_t hash) { return format("%016llx", (unsigned long long)hash); };
-    sj::Writer w;
-    w.object().field("qa", hex(fnv1a(qa.data, qa.size))).field("model", hex(model.file.hash()));
-    w.field("variant", hex(o.variant)).field("bits", 8 * model.number_bytes());
-    if (o.library) w.field("documents", hex(o.library->hash()));
-    if (o.quotes) w.field("quotes", true);
-    w.field("tokenizer", hex(tokenizer.hash())).field("system", o.system).field("think", o.think);
-    w.field("context", session.capacity()).field("max_tokens", how.max_tokens);
-    w.key("sampling").array().value(s.temperature).value(s.top_k).value(s.top_p).value(s.min_p);
-    w.value(s.repeat).value(s.presence).value(s.frequency).value(s.seed).end().key("stop").array();
-    for (auto& stop : o.stops) w.value(stop);
-    PartialFile out(o.output, w.end().end().text);
+    PartialFile out(o.output, run_of(o, model, tokenizer, how, (size_t)session.capacity()));
 
-    EvalTotals totals;
-    for (size_t at = 0; at < out.rows.size();) {
-        const std::string_view line = std::string_view(out.rows).substr(at, out.rows.find('\n', at) - at);
-        at += line.size() + 1;
-        if (totals.rows == rows.size() || !totals.add(line))
-            DIE("%s: line %zu is damaged; remove the file to start anew", out.partial.c_str(), totals.rows + 2);
-    }
+    EvalTotals totals = totals_of(out, rows.size());
     const size_t before = totals.rows;
     if (before)
         say(format("%s: %zu of %s are there", out.partial.c_str(), before, counted(rows.size(), "row").c_str()));
@@ -195,15 +219,7 @@ int evaluate(const Options& o, const LoadedModel& model, const Tokenizer& tokeni
         return 130;
     }
     out.finish();
-    const double loss = totals.nll / (double)totals.tokens;
-    say(format("%s: %s, %zu skipped (too long for the context), %s, loss %.6f over %s", o.output.c_str(),
-               counted(totals.rows, "row").c_str(), totals.skipped, counted(totals.ended, "complete answer").c_str(),
-               loss, counted(totals.tokens, "token").c_str()));
-    sj::Writer all;
-    all.object().field("rows", totals.rows).field("skipped", totals.skipped).field("ended", totals.ended);
-    all.field("loss", loss).field("tokens", totals.tokens).end();
-    write_stdout(o.json ? all.text + "\n" : format("rows %zu skipped %zu ended %zu loss %.6f tokens %zu\n", totals.rows,
-                                                   totals.skipped, totals.ended, loss, totals.tokens));
+    report(o, totals);
     return 0;
 }
 

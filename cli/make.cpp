@@ -13,11 +13,13 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace cli {
 
-void synthesize(const std::string& shape, const std::string& path, uint64_t seed) {
+// config.json and generation_config.json of a shape: one of Qwen's, or a file, which has no second one.
+static std::pair<std::string, std::string> texts_of(const std::string& shape) {
     // https://huggingface.co/Qwen: hidden, layers, query heads, key/value heads, ffn, tied
     static const struct { const char* name; int C, L, H, K, F; bool tied; } sizes[] = {
         {"0.6B", 1024, 28, 16, 8, 3072, true},   {"1.7B", 2048, 28, 16, 8, 6144, true},
@@ -36,12 +38,15 @@ void synthesize(const std::string& shape, const std::string& path, uint64_t seed
                                  R"("rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, )"
                                  R"("torch_dtype": "bfloat16", "vocab_size": 151936})",
                                  s.C, s.F, s.H, s.L, s.K, s.tied ? "true" : "false");
-    if (config_text.empty()) {
-        if (shape.size() < 6 || shape.compare(shape.size() - 5, 5, ".json") != 0)
-            DIE("--synthesize %s: 0.6B, 1.7B, 4B, 8B, 14B, 32B or a config.json", shape.c_str());
-        config_text = MappedFile(shape).text();
-        generation_text.clear();
-    }
+    if (!config_text.empty()) return {config_text, generation_text};
+    if (shape.size() < 6 || shape.compare(shape.size() - 5, 5, ".json") != 0)
+        DIE("--synthesize %s: 0.6B, 1.7B, 4B, 8B, 14B, 32B or a config.json", shape.c_str());
+    return {std::string(MappedFile(shape).text()), ""};
+}
+
+void synthesize(const std::string& shape, const std::string& path, uint64_t seed) {
+    const auto texts = texts_of(shape);
+    const std::string &config_text = texts.first, &generation_text = texts.second;
     const Config c = parse_config(shape, config_text, generation_text);
     sj::Doc doc;
     sj::parse(doc, config_text);

@@ -91,6 +91,29 @@ struct MeanOfTokens {
     }
 };
 
+// Of the model and of the one that it is compared with.
+struct Comparison { MeanOfTokens kl, same, nll, nll_other, more; };
+
+static void report(const Options& o, const Comparison& x, size_t window) {
+    sj::Writer w;
+    w.object().field("tokens", x.kl.n).field("window", window);
+    for (auto [name, m] : {std::pair("kl", &x.kl), {"same_top1", &x.same}, {"nll", &x.nll},
+                           {"nll_against", &x.nll_other}, {"nll_more", &x.more}})
+        w.key(name).array().value(m->mean()).value(m->mean() - m->margin()).value(m->mean() + m->margin()).end();
+    auto ppl = [](const MeanOfTokens& m) {
+        const double low = std::exp(m.mean() - m.margin()), high = std::exp(m.mean() + m.margin());
+        return format("%.4f [%.4f, %.4f]", std::exp(m.mean()), low, high);
+    };
+    auto interval = [](const MeanOfTokens& m, double unit) {
+        const double mean = unit * m.mean(), margin = unit * m.margin();
+        return format("%.6f [%.6f, %.6f]", mean, mean - margin, mean + margin);
+    };
+    write_stdout(o.json ? w.end().text + "\n"
+                        : "kl " + interval(x.kl, 1) + " top1 " + interval(x.same, 100) + "% ppl " + ppl(x.nll) +
+                              " against " + ppl(x.nll_other) + " ratio " + ppl(x.more) +
+                              format(" tokens %zu\n", x.kl.n));
+}
+
 int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer) {
     constexpr size_t PIECE = 64; // tokens whose logits are held
     const ModelFile other(o.against);
@@ -110,7 +133,7 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
     if (window > (size_t)other.config.max_positions) DIE("--ctx %zu: more than %s has", window, o.against.c_str());
     const std::unique_ptr<Conversation> opened = model.open((int)window), opposed = truth->open((int)window);
     Conversation &ours = *opened, &theirs = *opposed;
-    MeanOfTokens kl, same, nll, nll_other, more;
+    Comparison x;
     std::vector<float> held;
     Progress progress;
     ThreadPace pace(o, o.ctx);
@@ -133,31 +156,16 @@ int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokeniz
                 sum += std::exp(lp) * (lp - lq);
             }
             const double a = zq + q[top_q] - q[ids[n]], b = zp + p[top_p] - p[ids[n]];
-            kl.add(sum), same.add(top_p == top_q), nll.add(a), nll_other.add(b), more.add(a - b);
+            x.kl.add(sum), x.same.add(top_p == top_q), x.nll.add(a), x.nll_other.add(b), x.more.add(a - b);
         });
         at = end;
         pace.step();
         progress.show(at, ids.size(), [&](double) {
-            return format("%zu of %zu tokens, kl %.5f", at, ids.size(), kl.n ? kl.mean() : 0.);
+            return format("%zu of %zu tokens, kl %.5f", at, ids.size(), x.kl.n ? x.kl.mean() : 0.);
         });
     }
     if (interrupted) return 130;
-    sj::Writer w;
-    w.object().field("tokens", kl.n).field("window", window);
-    for (auto [name, m] : {std::pair("kl", &kl), {"same_top1", &same}, {"nll", &nll}, {"nll_against", &nll_other},
-                           {"nll_more", &more}})
-        w.key(name).array().value(m->mean()).value(m->mean() - m->margin()).value(m->mean() + m->margin()).end();
-    auto ppl = [](const MeanOfTokens& m) {
-        const double low = std::exp(m.mean() - m.margin()), high = std::exp(m.mean() + m.margin());
-        return format("%.4f [%.4f, %.4f]", std::exp(m.mean()), low, high);
-    };
-    auto interval = [](const MeanOfTokens& m, double unit) {
-        const double mean = unit * m.mean(), margin = unit * m.margin();
-        return format("%.6f [%.6f, %.6f]", mean, mean - margin, mean + margin);
-    };
-    write_stdout(o.json ? w.end().text + "\n"
-                        : "kl " + interval(kl, 1) + " top1 " + interval(same, 100) + "% ppl " + ppl(nll) + " against " +
-                              ppl(nll_other) + " ratio " + ppl(more) + format(" tokens %zu\n", kl.n));
+    report(o, x, window);
     return 0;
 }
 

@@ -603,7 +603,7 @@ TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: rig
             const unsigned long long mark = 0xfeedfacefeedfaceull;
             Device<unsigned long long> best(std::vector<unsigned long long>((size_t)N * BEST_BLOCKS + guard, mark));
             const StreamArgs head = {dx, nullptr, nullptr, nullptr, 0, W.device.w[0], N, C, V};
-            const RowsDealt dealt = stream_product(pad.ctx, head, DrawEpilogue(logits, V, ddraws, nullptr, best));
+            const RowsDealt dealt = stream_product(pad.ctx, head, DrawEpilogue{{}, logits, (size_t)V, ddraws, nullptr, best});
             CHECK(dealt.blocks <= BEST_BLOCKS);
             std::vector<float> want((size_t)N * V);
             std::vector<bf16> picked((size_t)N * C);
@@ -642,7 +642,7 @@ TEST_CASE("a packed head's likeliest ids are those of the rows that were dealt t
             Device<unsigned long long> best((size_t)most * BEST_BLOCKS);
             for (int N : {1, 8, 16}) {
                 INFO("format " << (int)kind.format << " group " << kind.group << " V " << V << " N " << N);
-                const RowsDealt dealt = packed_product(pad.ctx, DrawEpilogue(logits, V, ddraws, nullptr, best), x, nullptr, W.device, N);
+                const RowsDealt dealt = packed_product(pad.ctx, DrawEpilogue{{}, logits, (size_t)V, ddraws, nullptr, best}, x, nullptr, W.device, N);
                 const std::vector<float> got = logits.get();
                 const std::vector<unsigned long long> keys = best.get();
                 int wrong = 0;
