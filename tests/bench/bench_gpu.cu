@@ -264,7 +264,7 @@ template <class S> void measure_tile(TileTimes& times, int index) {
 }
 // The row of this card in TILE_TIMES, and what the plans cost that it and the built-in row make: their time over that of
 // the best candidate.
-static void tiles() {
+static void tile_choices() {
     const int sm = ctx.gpu->sm;
     TileTimes row = tile_times(sm);
     row.sm = sm;
@@ -646,7 +646,7 @@ int main(int argc, char** argv) {
         if (wanted("sequences")) sequences(m);
         if (wanted("train") || wanted("train16")) train(m, 16, false, false);
         if (wanted("train")) train(m, 16, false, true), train(m, 64, false, true), train(m, 64, true, true);
-        if (wanted("tiles")) tiles();
+        if (wanted("tiles")) tile_choices();
         if (wanted("sweep")) sweep();
         if (wanted("quick")) products(true);
         if (wanted("products")) products(false);
