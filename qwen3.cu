@@ -1905,14 +1905,14 @@ struct TileArgs {
     int ldx = 0, ldw = 0; // numbers from one row of x and W to the next; 0: the row's length
     bool early = false;   // few blocks: those of the next kernel may be resident beside them from the start
     int splits = 1;
-    float* partial = nullptr; // set by plan_tiles: Gpu's
-    int* arrived = nullptr;
     // For gpu/products/hopper.h: stages of the ring; whether received sums have their own memory; scales of e4m3
     // operands (see multiply_groups; two e4m3 then count as one number), W's (., groups) and x's (groups, pitch).
     int stages = 0;
     bool apart = false;
     const float *x_scale = nullptr, *W_scale = nullptr;
     int pitch = 0;
+    float* partial = nullptr; // set by plan_tiles: Gpu's
+    int* arrived = nullptr;
 };
 
 // The tile of a block, and its steps (stages of `in`).
