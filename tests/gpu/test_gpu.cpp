@@ -696,7 +696,7 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     const std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), q_weight = random.fill<bf16>(D, 0.5, 1), k_weight = random.fill<bf16>(D, 0.5, 1);
     std::vector<bf16> keys = random.fill<bf16>(cache, 2), values = random.fill<bf16>(cache);
     std::vector<float> rope((size_t)longest * D);
-    fill_rope(rope.data(), longest, D, 1e6);
+    fill_rope(rope.data(), longest, D, 1e6, SCALED);
 
     Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
     pad.ctx.invariant = invariant;
@@ -767,7 +767,7 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), k_weight = random.fill<bf16>(D, 0.5, 1);
     const std::vector<bf16> q_weight = random.fill<bf16>(D, 0.5, 1);
     std::vector<float> rope((size_t)longest * D);
-    fill_rope(rope.data(), longest, D, 1e6);
+    fill_rope(rope.data(), longest, D, 1e6, SCALED);
     const auto coarse = [&](double least) { return to_bf16((float)((1 + random.below(8) / 8.) * least * (random.below(2) ? 1 : -1))); };
     if (exact) {
         for (size_t i = 0; i < rope.size(); i++) rope[i] = i % 2 ? 0.f : 1.f; // nothing is rotated
