@@ -156,6 +156,25 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     finish(quantization);
 }
 
+void ModelFile::scale_rope(const std::string& type, double factor, int original) {
+    const bool scaled = config.rope_scaling.type != RopeScaling::NONE;
+    if (!original) original = scaled ? config.rope_scaling.original : config.max_positions;
+    if (!original) DIE("%s: its config does not name the positions of training: --yarn-orig-ctx N", path.c_str());
+    sj::Doc doc;
+    sj::parse(doc, config_text);
+    sj::Writer w;
+    w.object();
+    for (auto [key, value] : doc.root().members())
+        if (key.compare(0, 5, "rope_") && key != "max_position_embeddings" && key != "original_max_position_embeddings")
+            w.field(key, value);
+    w.field("max_position_embeddings", RopeScaling{RopeScaling::LINEAR, factor, original}.reach(1));
+    w.field("rope_theta", config.rope_theta).key("rope_scaling").object();
+    w.field("rope_type", type).field("factor", factor);
+    if (type == "yarn") w.field("original_max_position_embeddings", original);
+    config_text = w.end().end().text;
+    config = parse_config(path, config_text, generation_text);
+}
+
 void ModelFile::read_chat_template() {
     const std::string alone = path + "/chat_template.jinja", among = path + "/tokenizer_config.json";
     if (exists(alone)) chat_template = MappedFile(alone).text();

@@ -1,5 +1,5 @@
 // RoPE beyond the positions of training: frequencies and logits against transformers' (make_rope_fixtures.py), attention to
-// a token 110,000 positions back.
+// a token 110,000 positions back, --rope-scaling.
 #include "tests/common.h"
 #include "tests/far.h"
 #include "tests/golden.h"
@@ -132,5 +132,48 @@ TEST_CASE_TEMPLATE("attention finds a token 110,000 positions back by a plane wh
         CALL(attend, out.data(), (acc<T>*)nullptr, q.data(), keys.data(), values.data(), qkv.data(), weight.data(), weight.data(), rope.data(), batch(QUERY, 1), 1, 1, D, 1e-6f);
         for (const T& x : out) CHECK(std::fabs((double)to_acc(x) - (scaled ? 1 : -1)) < 1e-3);
     }
+}
+
+Result run_qwen3(const Strings& arguments) {
+    const char* path = getenv("QWEN3");
+    REQUIRE_MESSAGE(path, "QWEN3 is not set: make test sets it");
+    return Process(path, arguments).wait();
+}
+Result run_ids(const std::string& model, const Strings& more = {}) {
+    return run_qwen3(Strings{model, "-d", "cpu", "--ids", "5,6,7,8", "--logits-hash"} + more);
+}
+
+TEST_CASE("--rope-scaling: the config's own does the same; converted models keep it; the context reaches further") {
+    const Scratch s;
+    const Strings yarn = {"--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "32768"};
+    const Scaled yarn_model(YARN);
+    const std::string path = yarn_model.folder.path.string();
+    const Result by_option = run_ids(LAYER, yarn), by_config = run_ids(path), plain = run_ids(LAYER);
+    INFO(by_option.err << by_config.err << plain.err);
+    CHECK((by_option.status == 0 && by_option.out.size() > 8));
+    CHECK(by_option.out == by_config.out);
+    CHECK(by_option.out != plain.out);
+    CHECK(run_ids(LAYER, yarn + Strings{"-c", "131072"}).out == by_config.out);
+    check_refusal(run_ids(LAYER, yarn + Strings{"-c", "131073"}), "qwen3", "--ctx 131073: the model's limit is 131072");
+    check_refusal(run_ids(LAYER, {"-c", "5000"}), "qwen3", "the model's limit is 4096 (--rope-scaling raises it)");
+
+    const Result written = run_qwen3(Strings{LAYER, "--convert", s / "m.bin"} + yarn);
+    CHECK(written.status == 0);
+    CHECK(run_ids(s / "m.bin").out == by_config.out);
+    // A config's scaling, and its positions of training, give way to the option's.
+    const Result twice = run_ids(path, {"--rope-scaling", "yarn", "--rope-scale", "2", "-c", "65536"});
+    CHECK(twice.status == 0);
+    CHECK(twice.out != by_config.out);
+    check_refusal(run_ids(path, {"--rope-scaling", "yarn", "--rope-scale", "2", "-c", "65537"}), "qwen3", "limit is 65536");
+    CHECK(run_ids(LAYER, {"--rope-scaling", "linear", "--rope-scale", "4"}).out != plain.out);
+
+    check_refusal(run_ids(LAYER, {"--rope-scaling", "dynamic", "--rope-scale", "4"}), "qwen3", "--rope-scaling dynamic");
+    check_refusal(run_ids(LAYER, {"--rope-scaling", "yarn"}), "qwen3", "--rope-scaling yarn needs --rope-scale X");
+    check_refusal(run_ids(LAYER, {"--rope-scale", "4"}), "qwen3", "--rope-scale is for --rope-scaling");
+    check_refusal(run_ids(LAYER, {"--yarn-orig-ctx", "4"}), "qwen3", "--yarn-orig-ctx is for --rope-scaling");
+    for (const char* x : {"0", "nan", "0.5", "inf", "-4"}) check_refusal(run_ids(LAYER, {"--rope-scaling", "yarn", "--rope-scale", x}), "qwen3", "--rope-scale");
+    check_refusal(run_ids(LAYER, {"--rope-scaling", "yarn", "--rope-scale", "2", "--yarn-orig-ctx", "0"}), "qwen3", "--yarn-orig-ctx");
+    const Scaled linear(R"({"rope_type": "linear", "factor": 2})");
+    check_refusal(run_ids(linear.folder.path.string(), {"--rope-scaling", "yarn", "--rope-scale", "2"}), "qwen3", "--yarn-orig-ctx N");
 }
 } // namespace
