@@ -72,7 +72,7 @@ struct RandomModel {
     RandomModel(RandomNumbers& random, int C, int F, int H, int K, int V, int L, bool tied,
                 PackedKind of_layers = {Format::PLAIN, 0, false}, PackedKind of_head = {Format::PLAIN, 0, false}) {
         c = {C, L, H, K, STEP_HEAD, F, V, POSITIONS, 1e-6f, 1e6, tied, {}};
-        c.rope_scaling = {RopeScaling::YARN, 4, 256, 1.2, 32, 1, true};
+        if (of_layers.format == Format::PLAIN) c.rope_scaling = {RopeScaling::YARN, 4, 256, 1.2, 32, 1, true};
         const int D = c.D;
         auto matrix = [&](std::vector<int> rows, int in) { return Matrix(random, of_layers, rows, in, 1.7 / std::sqrt(in)); };
         for (int l = 0; l < L; l++) {
