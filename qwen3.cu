@@ -56,6 +56,7 @@
 #include "model/gpu_ops.h"
 #include "model/instances.h"
 #include "model/kv_cache.h"
+#include "model/rope.h"
 #include "model/sampling.h"
 #include <algorithm>
 #include <climits>
@@ -108,18 +109,21 @@ void swiglu(T* out,           // (N,F) out
 }
 
 // ---- fill_rope: cosine and sine of RoPE's angles. Numbers i and i + D/2 of a head form plane i. Its angle is
-// position * theta^(-2i/D), computed in float (for double in double), as Hugging Face does.
+// position * theta^(-2i/D), computed in float (for double in double), as Hugging Face does. `scaling` changes these
+// frequencies, and the length of (cosine, sine), for positions beyond those of training.
 template <class A>
 void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
-               int positions, int D, double theta) {
+               int positions, int D, double theta, const RopeScaling& scaling = {}) {
     std::vector<A> frequency(D / 2);
     for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
+    scale_frequencies(frequency, theta, scaling);
+    const A factor = (A)scaling.attention;
     #pragma omp parallel for schedule(static)
     for (int p = 0; p < positions; p++)
         for (int i = 0; i < D / 2; i++) {
             const A angle = (A)p * frequency[i];
-            rope[(size_t)p * D + 2 * i] = std::cos(angle);
-            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle);
+            rope[(size_t)p * D + 2 * i] = std::cos(angle) * factor;
+            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle) * factor;
         }
 }
 
@@ -411,6 +415,7 @@ struct Config {
     double rope_theta;
     bool tied;                   // the head's matrix is the embedding's
     std::vector<int> end_tokens; // any of them ends an answer
+    RopeScaling rope_scaling = {};
     HeadShape heads() const { return {H, K, D, eps}; }
 };
 
@@ -528,7 +533,7 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
     std::vector<int> pos(context), seq(context), pages((context + PAGE - 1) / PAGE); // pages 0, 1, ...: slot = position
     std::iota(pos.begin(), pos.end(), 0), std::iota(pages.begin(), pages.end(), 0);
     std::vector<acc<T>> rope(context * c.D), logits(c.V);
-    fill_rope(rope.data(), (int)context, c.D, c.rope_theta);
+    fill_rope(rope.data(), (int)context, c.D, c.rope_theta, c.rope_scaling);
     std::vector<T> picked(c.C);
     Arena arena;
     Activations<T> a;

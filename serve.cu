@@ -251,7 +251,7 @@ static int run(int argc, char** argv) {
     if (o.gpus > 1 && o.device.empty() && !WITH_GPU)
         DIE("--gpus %d: this program was built without nvcc (-d cpu: engines on the CPU)", o.gpus);
     if (o.gpus > 1 && o.device.empty()) o.device = "cuda";
-    ModelFile file(o.model);
+    ModelFile file = open_model(o);
     if (o.tasks.empty()) o.tasks = {says_it_embeds(file) ? "embed" : "generate"};
     file.logits = o.does("generate");
     o.ctx = choose_device(o, file);

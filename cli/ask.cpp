@@ -126,9 +126,9 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
     g.stops = o.stops;
     g.interrupt = &interrupted;
     if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d\nseed %llu\n", o.model.c_str(),
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s\nseed %llu\n", o.model.c_str(),
             (double)parameters(c) / 1e6, model.type_name(), device_name(o.ctx).c_str(), context,
-            (unsigned long long)g.sampling.seed);
+            c.rope_scaling.note().c_str(), (unsigned long long)g.sampling.seed);
     PromptCache cache(o.prompt_cache, model, o.variant, session);
     ThreadPace pace(o, o.ctx);
     if (prompt.empty()) return Chat{o, session, *tokenizer, cache, pace, g}.run();

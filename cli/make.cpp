@@ -104,7 +104,7 @@ static void report(const std::string& path, const GgufWritten& written) {
 void convert(const Options& o, bool asks_more) {
     if (asks_more || !o.adapter.empty() || !o.dtype.empty())
         DIE("--convert goes with a model alone: no question, --dtype or --adapter (train_lora --merge merges)");
-    const ModelFile file(o.model);
+    const ModelFile file = open_model(o);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.convert)) DIE("--convert %s: is the model itself", o.convert.c_str());
     GgufWritten written;

@@ -24,7 +24,7 @@ int quantize(const Options& o, bool asks_more) {
         DIE("--quantize %s: int4, int8 or fp8", o.quantize.c_str());
     if (o.group && (o.quantize != "int4" || (o.group != 32 && o.group != 64 && o.group != 128)))
         DIE("--group %d: 32, 64 or 128, of int4", o.group);
-    const ModelFile file(o.model);
+    const ModelFile file = open_model(o);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.quantize_to)) DIE("--quantize %s: is the model itself", o.quantize_to.c_str());
     Quantization how;

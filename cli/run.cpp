@@ -68,7 +68,8 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     settle_thinking(o, file, tokenizer ? tokenizer->chat : ChatStyle());
     const std::string note = tokenizer ? template_note(file, *tokenizer) : "";
     if (!note.empty() && !o.raw && !o.has_ids && !o.embed && !o.rerank) say(note);
-    if (o.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", o.context, c.max_positions);
+    if (o.context > c.max_positions)
+        DIE("--ctx %d: the model's limit is %d (--rope-scaling raises it)", o.context, c.max_positions);
     if (o.embed || o.rerank) return embed_or_rerank(o, model, *tokenizer);
     if (!o.against.empty()) return compare(o, model, *tokenizer);
     if (!o.ppl.empty()) return perplexity(o, model, *tokenizer);
@@ -134,7 +135,7 @@ int run(int argc, char** argv) {
     if (o.group || !o.calibrate.empty() || !o.embedding.empty())
         DIE("--group, --calibrate and --embedding are for --quantize");
     open_adapter(o);
-    ModelFile file(o.model);
+    ModelFile file = open_model(o);
     file.logits = !retrieves;
     o.ctx = choose_device(o, file);
     if (o.bench && !o.adapter.empty()) DIE("--adapter changes no figure of --bench");

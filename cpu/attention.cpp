@@ -66,7 +66,7 @@ template <class T> struct Attention {
             work += (size_t)(b.pos[n] + 1) * H * D;
             longest = std::max(longest, b.pos[n] / CPU_SPLIT + 1);
         }
-        if ((size_t)b.N * H * longest <= 8192) splits = longest; // few rows
+        if (b.N == 1 || (size_t)b.N * H * longest <= 8192) splits = longest; // few rows
         static thread_local std::vector<AttentionSum<T>> kept;
         if (splits > 1) sums = at_least(kept, (size_t)b.N * H * splits);
     }

@@ -473,7 +473,7 @@ struct WholeToken : Problem {
         plan(), arena.allocate("a token's model"), plan();
         launch(noise, 1024, 256, 0, (::bf16*)w.embed.w[0], (size_t)((::bf16*)a.layer[0].in - w.embed.w[0]));
         std::vector<float> angles((size_t)(POSITION + 1) * c.D);
-        fill_rope(angles.data(), POSITION + 1, c.D, c.rope_theta);
+        fill_rope(angles.data(), POSITION + 1, c.D, c.rope_theta, c.rope_scaling);
         std::vector<int> host = {7, POSITION, 0, POSITION};
         for (int i = 0; i < PAGES; i++) host.push_back(i);
         const Draw any = {Sampling{}, c.V}; // without penalties

@@ -176,6 +176,24 @@ void GgufFile::place(const uint8_t* begin) {
             fail(format("tensor %.100s overlaps %.100s", spans[i].name->c_str(), spans[i - 1].name->c_str()));
 }
 
+// A factor without a type is linear, as in llama.cpp.
+static void add_rope_scaling(sj::Writer& w, const GgufFile& g) {
+    const std::string prefix = "qwen3.rope.scaling.";
+    const GgufValue& named = g[prefix + "type"];
+    const std::string type(named ? named.string() : g[prefix + "factor"] ? "linear" : "none");
+    if (type == "none") return;
+    if (type != "linear" && type != "yarn")
+        g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported", type.c_str()));
+    w.key("rope_scaling").object().field("rope_type", type).field("factor", g.real(prefix + "factor"));
+    if (type == "yarn") {
+        if (const std::string key = prefix + "original_context_length"; g[key])
+            w.field("original_max_position_embeddings", g.integer(key));
+        for (const char* beta : {"beta_fast", "beta_slow"})
+            if (const std::string key = prefix + "yarn_" + beta; g[key]) w.field(beta, g.real(key));
+    }
+    w.end();
+}
+
 std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
     const std::string architecture(g["general.architecture"].string());
     if (architecture != "qwen3")
@@ -189,14 +207,12 @@ std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
     static const std::set<std::string> known = {
         "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
         "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
-        "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "vocab_size", "pooling_type"};
+        "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow", "vocab_size", "pooling_type"};
     for (auto& [key, v] : g.values)
         if (key.compare(0, 6, "qwen3.") == 0 && !known.count(key.substr(6)))
             g.fail(format("metadata has %.100s, which is not supported", key.c_str()));
-    const GgufValue& scaling = g["qwen3.rope.scaling.type"];
-    if (scaling && scaling.string() != "none")
-        g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported",
-                      std::string(scaling.string()).c_str()));
     auto integer = [&](const char* key) { return g.integer(std::string("qwen3.") + key); };
     constexpr uint64_t NONE = 0, LAST = 3; // which of a text's vectors are its embedding
     const uint64_t pooling = g["qwen3.pooling_type"] ? integer("pooling_type") : NONE;
@@ -218,6 +234,7 @@ std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
     w.field("max_position_embeddings", integer("context_length"));
     w.field("rms_norm_eps", g.real("qwen3.attention.layer_norm_rms_epsilon"));
     w.field("rope_theta", g["qwen3.rope.freq_base"] ? g.real("qwen3.rope.freq_base") : 10000.);
+    add_rope_scaling(w, g);
     w.field("tie_word_embeddings", tied).field("torch_dtype", "bfloat16").end();
     return w.text;
 }

@@ -166,6 +166,24 @@ static std::string name_of(std::string path) {
     return path;
 }
 
+static void add_rope_scaling(GgufPairs& h, const ModelFile& file) {
+    const RopeScaling& s = file.config.rope_scaling;
+    if (s.type == RopeScaling::NONE) return;
+    const bool yarn = s.type == RopeScaling::YARN;
+    const bool usual = std::fabs(s.attention - (0.1 * std::log(s.factor) + 1)) < 1e-9;
+    if (s.type == RopeScaling::LLAMA3 || (yarn && (!usual || !s.truncate)))
+        DIE("%s: rope_scaling: GGUF's metadata cannot hold %s", file.path.c_str(),
+            !yarn ? "llama3's" : usual ? "truncate = false" : "this attention_factor");
+    if (s.factor != (double)(float)s.factor)
+        DIE("%s: rope_scaling's factor = %.17g is no float, as GGUF stores it", file.path.c_str(), s.factor);
+    h.text("qwen3.rope.scaling.type", yarn ? "yarn" : "linear");
+    h.real("qwen3.rope.scaling.factor", s.factor);
+    if (!yarn) return;
+    h.number("qwen3.rope.scaling.original_context_length", s.original);
+    if (s.fast != 32) h.real("qwen3.rope.scaling.yarn_beta_fast", s.fast);
+    if (s.slow != 1) h.real("qwen3.rope.scaling.yarn_beta_slow", s.slow);
+}
+
 static void add_config(GgufPairs& h, const ModelFile& file) {
     const Config& c = file.config;
     if ((double)(float)c.rope_theta != c.rope_theta)
@@ -177,6 +195,7 @@ static void add_config(GgufPairs& h, const ModelFile& file) {
     h.number("qwen3.attention.head_count", c.H);
     h.number("qwen3.attention.head_count_kv", c.K);
     h.real("qwen3.rope.freq_base", c.rope_theta);
+    add_rope_scaling(h, file);
     h.real("qwen3.attention.layer_norm_rms_epsilon", c.eps);
     h.number("qwen3.attention.key_length", c.D);
     h.number("qwen3.attention.value_length", c.D);

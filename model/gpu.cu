@@ -108,14 +108,12 @@ Context with_own_scratch(const Context& ctx) {
     return own;
 }
 
-// ---- Scratch
-int splits_for_graph(int position, int context) {
-    int splits = 1;
-    while (splits * SPLIT <= position) splits *= 2;
-    return std::min(splits, (context - 1) / SPLIT + 1);
-}
+// The sequences of one token have a part for each split where attention_decode_gpu launches at most 8 blocks of
+// DECODE_ROWS heads a multiprocessor; else at most 3 such blocks a multiprocessor, and one more for each of their heads.
 size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
-    return std::max((size_t)singles * H * splits, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
+    const size_t most = (size_t)8 * ctx.gpu->sms * DECODE_ROWS + (size_t)singles * H;
+    const size_t parts = std::min((size_t)singles * H * splits, most);
+    return std::max(parts, (size_t)BLOCKS_A_SM * ctx.gpu->sms * QUERY_ROWS) * (D + 2);
 }
 size_t widened_numbers(const Config& c, size_t pages) { return 2 * pages * c.K * PAGE * c.D; }
 

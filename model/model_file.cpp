@@ -40,7 +40,7 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     };
     auto must_be = [&](const char* key, bool ok) { if (j[key] && !ok) refuse(key, j[key]); };
     auto off = [](sj::Value v) { return v.is(sj::Null) || v.is(sj::False); };
-    for (const char* key : {"attention_bias", "mlp_bias", "use_sliding_window", "rope_scaling", "quantization_config",
+    for (const char* key : {"attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
                             "num_experts", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
                             "residual_multiplier", "embedding_multiplier", "tie_encoder_decoder", "is_encoder_decoder",
                             "use_bidirectional_attention"})
@@ -78,19 +78,8 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     if (!j["rms_norm_eps"].is(sj::Number)) DIE("%s: config has no rms_norm_eps", name);
     c.eps = (float)j["rms_norm_eps"].number();
     if (!(c.eps > 0 && c.eps < 1)) DIE("%s: config: rms_norm_eps is not between 0 and 1", name);
-    sj::Value rope = j["rope_parameters"], theta = j["rope_theta"]; // transformers 5 has the first, 4 the second
-    if (rope && !rope.is(sj::Null)) {
-        if (!rope.is(sj::Object)) refuse("rope_parameters", rope);
-        for (auto [key, value] : rope.members()) {
-            const bool plain = (key == "rope_type" && value.str() == "default") ||
-                               (key == "partial_rotary_factor" && value.number() == 1);
-            if (key == "rope_theta") theta = value;
-            else if (!plain) refuse(("rope_parameters." + key).c_str(), value);
-        }
-    }
-    if (!theta.is(sj::Number)) DIE("%s: config has no rope_theta", name);
-    c.rope_theta = theta.number();
-    if (!(c.rope_theta >= 1 && c.rope_theta < 1e12)) DIE("%s: config: rope_theta is not between 1 and 1e12", name);
+    c.rope_scaling = parse_rope(file, j, c.D, c.max_positions, c.rope_theta);
+    c.max_positions = c.rope_scaling.reach(c.max_positions);
     const sj::Value tied = j["tie_word_embeddings"];
     if (tied && !tied.is_bool()) refuse("tie_word_embeddings", tied);
     c.tied = tied.boolean(false);
@@ -165,6 +154,25 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
              p.c_str());
     starters = read_starters(p, metadata);
     finish(quantization);
+}
+
+void ModelFile::scale_rope(const std::string& type, double factor, int original) {
+    const bool scaled = config.rope_scaling.type != RopeScaling::NONE;
+    if (!original) original = scaled ? config.rope_scaling.original : config.max_positions;
+    if (!original) DIE("%s: its config does not name the positions of training: --yarn-orig-ctx N", path.c_str());
+    sj::Doc doc;
+    sj::parse(doc, config_text);
+    sj::Writer w;
+    w.object();
+    for (auto [key, value] : doc.root().members())
+        if (key.compare(0, 5, "rope_") && key != "max_position_embeddings" && key != "original_max_position_embeddings")
+            w.field(key, value);
+    w.field("max_position_embeddings", RopeScaling{RopeScaling::LINEAR, factor, original}.reach(1));
+    w.field("rope_theta", config.rope_theta).key("rope_scaling").object();
+    w.field("rope_type", type).field("factor", factor);
+    if (type == "yarn") w.field("original_max_position_embeddings", original);
+    config_text = w.end().end().text;
+    config = parse_config(path, config_text, generation_text);
 }
 
 void ModelFile::read_chat_template() {

@@ -62,6 +62,9 @@ struct ModelFile {
     // How the file's own tokenizer differs from t; "": no difference, or the file has none.
     std::string difference(const Tokenizer& t) const { return vocabulary ? vocabulary->difference(t) : ""; }
 
+    // Changes the config, and its text: --rope-scaling. original: positions of training; 0: the config's.
+    void scale_rope(const std::string& type, double factor, int original);
+
     // Names this config and these weights. It reads only 16 samples of 256 bytes of each tensor, evenly spread: this
     // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
     // have the same hash.

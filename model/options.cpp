@@ -37,6 +37,12 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
          "on a GPU, with FP8 weights: products of more than 16 tokens multiply in\n"
          "bf16 (default) or in fp8: also round activations to FP8, faster",
                          one_of(activations, {"bf16", "fp8"})});
+    table.push_back({"", "--rope-scaling", "NAME",
+         "yarn or linear: contexts beyond the model's limit; needs --rope-scale",
+         one_of(rope_scaling, {"yarn", "linear"})});
+    table.push_back({"", "--rope-scale", "X", "... X times the context of training", number(rope_scale, 1, 1024)});
+    table.push_back({"", "--yarn-orig-ctx", "N", "... which is N tokens (default: the config's, or the model's limit)",
+         whole(rope_original, 1, 1 << 24)});
     table.push_back({"-z", "--tokenizer", "FILE",
      "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});
     table.push_back({"-h", "--help", "", "print this text", flag(help)});
@@ -57,6 +63,15 @@ void ModelOptions::use_threads() const {
 }
 
 // ------------------------------------------------------------------------------------------------------ Files
+
+ModelFile open_model(const ModelOptions& o) {
+    if (o.rope_scaling.empty() && (o.rope_scale || o.rope_original))
+        DIE("%s is for --rope-scaling", o.rope_scale ? "--rope-scale" : "--yarn-orig-ctx");
+    if (!o.rope_scaling.empty() && !o.rope_scale) DIE("--rope-scaling %s needs --rope-scale X", o.rope_scaling.c_str());
+    ModelFile file(o.model);
+    if (!o.rope_scaling.empty()) file.scale_rope(o.rope_scaling, o.rope_scale, o.rope_original);
+    return file;
+}
 
 std::string find_tokenizer(const std::string& named, const std::string& model) {
     if (!named.empty()) return named;

@@ -13,6 +13,9 @@ struct ModelOptions {
     int threads = 0; // 0: all
     int gpu = 0;     // which one of this host
     bool invariant = false, help = false;
+    std::string rope_scaling; // "": the config's own
+    double rope_scale = 0;
+    int rope_original = 0;
     bool packed = false; // on a GPU
     Context::OneKernel one_kernel = Context::WHERE_FASTER;
 
@@ -23,6 +26,8 @@ struct ModelOptions {
 
 // ------------------------------------------------------------------------------------------------------ Files
 
+// The model, with --rope-scaling.
+ModelFile open_model(const ModelOptions& o);
 // tokenizer.bin: the given path, or beside the model, beside the program, in the working folder. "": none was found.
 std::string find_tokenizer(const std::string& named, const std::string& model);
 // The same; throws Error if there is none.

@@ -175,7 +175,7 @@ Calibration<T>::Calibration(const ModelFile& f, const Quantization& q, const Con
     arena.allocate("the calibration");
     plan();
     std::vector<acc<T>> angles((size_t)N * c.D);
-    fill_rope(angles.data(), N, c.D, c.rope_theta);
+    fill_rope(angles.data(), N, c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
     copy_in(ctx, tokens, how.text.data(), windows * N);
     std::vector<int> from_zero(N);

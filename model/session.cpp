@@ -18,7 +18,7 @@ Session<T>::Session(const Config& c, const Weights<T>& w, int context, const Con
     arena.allocate(format("a context of %d tokens", context).c_str());
     plan();
     std::vector<acc<T>> angles((size_t)capacity * c.D);
-    fill_rope(angles.data(), context, c.D, c.rope_theta);
+    fill_rope(angles.data(), context, c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
     std::vector<int> identity(pages);
     std::iota(identity.begin(), identity.end(), 0);

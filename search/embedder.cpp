@@ -18,7 +18,7 @@ Embedder<T>::Embedder(const Config& c, const Weights<T>& w, int longest, const C
     arena.allocate(format("texts of up to %d tokens", capacity).c_str());
     plan();
     std::vector<acc<T>> angles((size_t)capacity * c.D);
-    fill_rope(angles.data(), capacity, c.D, c.rope_theta);
+    fill_rope(angles.data(), capacity, c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
 }
 

@@ -78,7 +78,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     if (o.jump < 0) o.jump = gpu ? 0 : 2; // a GPU step that is not all single tokens has no graph, and costs more
     e.jump = o.jump;
     e.lookup = o.lookup >= 0 ? o.lookup : LookUp::MOST;
-    if (e.context > c.max_positions) DIE("--ctx %d: the model's limit is %d", e.context, c.max_positions);
+    if (e.context > c.max_positions)
+        DIE("--ctx %d: the model's limit is %d (--rope-scaling raises it)", e.context, c.max_positions);
 
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) adapter = std::make_unique<AdapterFile>(o.adapter, c);
@@ -151,10 +152,10 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const std::string why = context == c.max_positions ? " (the model's limit)"
                           : e.at_most ? format(" (what memory allows of the model's %d)", c.max_positions) : "";
     const std::string several = o.gpus > 1 ? format("%d x ", o.gpus) : "";
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s%s, context %d%s, %d at once, %zu %spages of %d tokens; "
+    fprintf(stderr, "%s: %.1f M parameters, %s, %s%s, context %d%s%s, %d at once, %zu %spages of %d tokens; "
             "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), several.c_str(),
-            device_name(o.ctx).c_str(), context, why.c_str(), o.gpus * e.max_seqs, desk.look().pages,
-            o.ctx.kv_fp8 ? "FP8 " : "", PAGE, seconds() - start);
+            device_name(o.ctx).c_str(), context, why.c_str(), c.rope_scaling.note().c_str(), o.gpus * e.max_seqs,
+            desk.look().pages, o.ctx.kv_fp8 ? "FP8 " : "", PAGE, seconds() - start);
     engines.start(o);
     loading = false;
     const std::string depends =

@@ -18,6 +18,9 @@ struct Random {
     }
 };
 
+// Scaled frequencies, and cosines and sines of length 1.2: for ops that take RoPE's table.
+inline const RopeScaling SCALED = {RopeScaling::YARN, 4, 256, 1.2, 32, 1, true};
+
 // Sequences of `past` tokens in the cache and `fresh` in the batch, on pages in random order; spare rows at the
 // end on request.
 struct TestBatch {

@@ -96,7 +96,7 @@ template <class T> void Trainer<T>::fill() {
         each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
     }
     std::vector<A> angles((size_t)loader.longest * c.D);
-    fill_rope(angles.data(), loader.longest, c.D, c.rope_theta);
+    fill_rope(angles.data(), loader.longest, c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
     if (o.grpo) engine.rope = rope, set_temperature();
 }

@@ -34,9 +34,9 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     const std::string lora =
         o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
     const std::string several = ranks.size > 1 ? format("%d x ", ranks.size) : "";
-    ranks.tell("%s: %.2f M parameters, %s, %s%s; %s%.2f M of them trained\n", o.model.c_str(),
+    ranks.tell("%s: %.2f M parameters, %s, %s%s%s; %s%.2f M of them trained\n", o.model.c_str(),
                (double)parameters(file.config) / 1e6, type_name(t.w), several.c_str(), device_name(ctx).c_str(),
-               lora.c_str(), (double)t.params.trained() / 1e6);
+               file.config.rope_scaling.note().c_str(), lora.c_str(), (double)t.params.trained() / 1e6);
     const std::string what = o.grpo ? format("%d answers to each, of at most %d tokens", o.rl.group, o.rl.max_tokens)
                                     : counted(trained_tokens(data, t.loader.rows), "trained token");
     ranks.tell("%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),

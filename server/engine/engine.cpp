@@ -23,7 +23,7 @@ Engine<T>::Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk
     lookup.most = options.lookup;
     if (c.end_tokens.size() > MAX_ENDS) DIE("the model has more than %zu end tokens", MAX_ENDS);
     std::vector<acc<T>> angles((size_t)options.context * c.D);
-    fill_rope(angles.data(), options.context, c.D, c.rope_theta);
+    fill_rope(angles.data(), options.context, c.D, c.rope_theta, c.rope_scaling);
     give(rope, angles.data(), angles.size());
     if (on_gpu) on_gpu->open();
     figures.pages = (size_t)pages;

@@ -72,7 +72,7 @@ struct State { // activations and cache for N rows and B sequences of up to `con
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(kv.keys, (size_t)c.L * kv.layer_size, 1);
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(kv.values, (size_t)c.L * kv.layer_size, 1);
         std::vector<float> angles((size_t)context * c.D);
-        fill_rope(angles.data(), context, c.D, c.rope_theta);
+        fill_rope(angles.data(), context, c.D, c.rope_theta, c.rope_scaling);
         std::vector<int> t(N), p(N), s(N), w(N), r(N), pages_of((size_t)B * pages);
         for (size_t i = 0; i < pages_of.size(); i++) pages_of[i] = (int)i;
         const int each = N / B; // rows of a sequence, from `position` on
@@ -543,7 +543,7 @@ struct Training {
                     random_kernel<<<64, 256, 0, ctx.gpu->stream>>>(W->adapter.B, (size_t)W->adapter.modules * rank * W->out(), 0.03f);
                 }
         std::vector<float> angles((size_t)T * c.D);
-        fill_rope(angles.data(), T, c.D, c.rope_theta);
+        fill_rope(angles.data(), T, c.D, c.rope_theta, c.rope_scaling);
         std::vector<int> t(N), p(N), s(N), sl(N), r(N), pages(N / PAGE);
         std::vector<uint32_t> n_(N);
         for (int n = 0; n < N; n++) t[n] = (int)(philox(3, n, 0).v[0] % c.V), p[n] = n % T, s[n] = n / T, sl[n] = r[n] = n, n_[n] = n;

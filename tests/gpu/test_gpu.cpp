@@ -7,6 +7,7 @@
 #include "model/options.h"
 #include "model/quantize.h"
 #include "model/write.h"
+#include "tests/far.h"
 #include "tests/golden.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gpu/checkpoint.h"
@@ -705,7 +706,7 @@ static void check_attention(Random& random, std::vector<std::pair<int, int>> pas
     const std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), q_weight = random.fill<bf16>(D, 0.5, 1), k_weight = random.fill<bf16>(D, 0.5, 1);
     std::vector<bf16> keys = random.fill<bf16>(cache, 2), values = random.fill<bf16>(cache);
     std::vector<float> rope((size_t)longest * D);
-    fill_rope(rope.data(), longest, D, 1e6);
+    fill_rope(rope.data(), longest, D, 1e6, SCALED);
 
     Scratchpad pad(attention_scratch(gpu(), std::max(1, singles), splits, H, D), std::max(1, singles) * H);
     pad.ctx.invariant = invariant;
@@ -776,7 +777,7 @@ static void check_fp8_attention(Random& random, std::vector<std::pair<int, int>>
     std::vector<bf16> qkv = random.fill<bf16>((size_t)N * width, 2), k_weight = random.fill<bf16>(D, 0.5, 1);
     const std::vector<bf16> q_weight = random.fill<bf16>(D, 0.5, 1);
     std::vector<float> rope((size_t)longest * D);
-    fill_rope(rope.data(), longest, D, 1e6);
+    fill_rope(rope.data(), longest, D, 1e6, SCALED);
     const auto coarse = [&](double least) { return to_bf16((float)((1 + random.below(8) / 8.) * least * (random.below(2) ? 1 : -1))); };
     if (exact) {
         for (size_t i = 0; i < rope.size(); i++) rope[i] = i % 2 ? 0.f : 1.f; // nothing is rotated
@@ -1334,6 +1335,56 @@ TEST_CASE("a context of 20,000 tokens: chunks and single steps agree with the CP
     other.ids = b.ids;
     other.feed({5}), b.feed({5});
     CHECK(memcmp(other.logits, b.logits, c.V * sizeof(float)) == 0);
+}
+
+TEST_CASE("YaRN at position 120,000: prompts, single steps, FP8 keys and values, one kernel a token agree with the CPU") {
+    constexpr int LONG = 120000;
+    Golden g("untied_bf16"), unscaled("untied_bf16"); // one layer: see fill_cache
+    g.file.scale_rope("yarn", 4, 32768);
+    const Config& c = g.file.config;
+    Config plain = unscaled.file.config;
+    plain.max_positions = c.max_positions;
+    Weights<bf16> host(g.file), device(g.file);
+    device.upload(gpu(), g.file);
+    const std::vector<int> text = far_text(LONG + 8);
+    const auto logits = [&](const Session<bf16>& s) { return std::vector<float>(s.logits, s.logits + c.V); };
+    const auto apart = [&](const Session<bf16>& one, const Session<bf16>& other) { return mean_kl(logits(one), logits(other), c.V); };
+    Session<bf16> exact(c, host, LONG + 10, cpu());
+    for (bool fp8 : {false, true}) {
+        INFO("FP8: " << fp8);
+        Context where = gpu(), in_cpu = cpu();
+        where.kv_fp8 = in_cpu.kv_fp8 = fp8, where.one_kernel = Context::OFF;
+        Session<bf16> a(c, host, LONG + 10, in_cpu), b(c, device, LONG + 10, where), other(plain, host, LONG + 10, in_cpu);
+        for (Session<bf16>* s : {&a, &other, &exact}) {
+            s->rewind(0), fill_cache(*s, {text.begin(), text.begin() + LONG});
+            s->feed({text[LONG]});
+        }
+        b.feed({text.begin(), text.begin() + LONG + 1});
+        double between = apart(a, b), cost = apart(exact, a);
+        CHECK(apart(other, a) > 10 * g.bf16_kl); // it can fail
+        for (int i = LONG + 1; i < LONG + 5; i++) {
+            for (Session<bf16>* s : {&a, &b, &exact}) s->feed({text[i]});
+            between += apart(a, b), cost += apart(exact, a);
+        }
+        CHECK(between < (fp8 ? 0.5 * cost : 5 * g.bf16_kl));
+    }
+#ifndef QWEN3_PORTABLE
+    Context where = gpu();
+    where.one_kernel = Context::TOGETHER;
+    Session<bf16> a(c, host, LONG + 10, cpu()), b(c, device, LONG + 10, where);
+    fill_cache(a, {text.begin(), text.begin() + LONG});
+    b.feed({text.begin(), text.begin() + LONG});
+    Sampling greedy;
+    greedy.temperature = 0;
+    b.begin_draws(greedy, c.V, LONG, 4);
+    REQUIRE(draws_of(b).road != nullptr);
+    std::vector<int> ids = {b.draw()};
+    while (ids.size() < 4) b.accept(ids.back()), ids.push_back(b.draw());
+    std::vector<float> last((size_t)c.V); // of the last step
+    copy_out(b.ctx, last.data(), b.row_logits, last.size());
+    a.feed({ids.begin(), ids.end() - 1});
+    CHECK(mean_kl(logits(a), last, c.V) < g.bf16_kl);
+#endif
 }
 
 TEST_CASE("--kv-dtype fp8 reaches the GPU") {

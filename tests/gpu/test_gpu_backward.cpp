@@ -515,7 +515,7 @@ TEST_CASE("norms, RoPE and embedding, backward") {
             const std::vector<bf16> qkv = random.fill<bf16>((size_t)all * width, 2), dout = random.fill<bf16>((size_t)all * width), qw = random.fill<bf16>(D, 0.5, 1), kw = random.fill<bf16>(D, 0.5, 1);
             const std::vector<float> old = random.fill<float>(2 * D);
             std::vector<float> rope((size_t)std::max(N, 5) * D);
-            fill_rope(rope.data(), std::max(N, 5), D, 1e6);
+            fill_rope(rope.data(), std::max(N, 5), D, 1e6, SCALED);
             const Device<int> pos(batch.pos), seq(batch.seq);
             const Device<bf16> device_qkv(qkv), device_qw(qw), device_kw(kw);
             const Device<float> device_rope(rope);
@@ -553,7 +553,7 @@ TEST_CASE("attend, backward: the two ops, without the rounding between them") {
                 memset((void*)(qkv.data() + (size_t)used * width), 0xff, (size_t)(N - used) * width * sizeof(bf16)); // nothing of spare rows
                 const std::vector<bf16> weights[] = {random.fill<bf16>(D, 0.5, 1), random.fill<bf16>(D, 0.5, 1)};
                 std::vector<float> rope((size_t)512 * D);
-                fill_rope(rope.data(), 512, D, 1e6);
+                fill_rope(rope.data(), 512, D, 1e6, SCALED);
                 Scratchpad pad(attention_scratch(gpu(), 0, 0, H, D));
                 Device<int> pos(batch.pos), seq(batch.seq), slot(batch.slot), pages(batch.pages);
                 const Device<bf16> x(qkv), g(dout), wq(weights[0]), wk(weights[1]);

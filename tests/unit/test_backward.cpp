@@ -337,7 +337,7 @@ TEST_CASE("q/k norm, RoPE, attention: finite differences from qkv to the output,
         auto qkv = random.fill<double>(N * width), q_weight = random.fill<double>(D, 0.5, 1), k_weight = random.fill<double>(D, 0.5, 1);
         const auto g = random.fill<double>(N * H * D), wq_before = random.fill<double>(D), wk_before = random.fill<double>(D);
         std::vector<double> rope(64 * D), q(N * H * D), keys((size_t)batch.page_count * PAGE * K * D), values = keys, out(N * H * D), lse(N * H);
-        fill_rope(rope.data(), 64, D, 100.);
+        fill_rope(rope.data(), 64, D, 100., SCALED);
         auto f = [&] {
             CALL(qknorm_rope_kv, q.data(), {keys.data(), values.data()}, qkv.data(), {q_weight.data(), k_weight.data(), rope.data()}, b, {H, K, D, eps});
             CALL(attention, out.data(), lse.data(), q.data(), {keys.data(), values.data()}, b, {H, K, D});
@@ -474,7 +474,7 @@ TEST_CASE_TEMPLATE("gradients of rmsnorm, SwiGLU, q/k norm and RoPE: the definit
         const auto qkv = random.fill<T>(b.N * width, 2), before = random.fill<T>(b.N * width), wq = random.fill<T>(D, 0.5, 1), wk = random.fill<T>(D, 0.5, 1);
         const auto dwq_before = random.fill<acc<T>>(D), dwk_before = random.fill<acc<T>>(D);
         std::vector<acc<T>> rope(20 * D);
-        fill_rope(rope.data(), 20, D, 1e4);
+        fill_rope(rope.data(), 20, D, 1e4, SCALED);
         auto d = before;
         auto dwq = dwq_before, dwk = dwk_before;
         std::vector<double> want = as_double(before), want_q = as_double(dwq), want_k = as_double(dwk);
@@ -814,7 +814,7 @@ template <class T> struct Harness {
             arena.allocate("a test");
             memset((void*)arena.base, 0xff, arena.size); // a number that was never written is a NaN
             plan();
-            fill_rope(rope, n, c.D, c.rope_theta);
+            fill_rope(rope, n, c.D, c.rope_theta, c.rope_scaling);
             const Dropout dropout = {dropout_p, 3, 4, place.data()};
             Gradients<T> g;
             g.layer.resize(c.L);

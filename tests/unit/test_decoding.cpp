@@ -21,7 +21,7 @@ struct Attending {
         blocks = splits = (longest - 1) / SPLIT + 2;
         qkv = random.fill<bf16>((size_t)N * width, 2), q_weight = random.fill<bf16>((size_t)D, 0.5, 1);
         k_weight = random.fill<bf16>((size_t)D, 0.5, 1);
-        rope.resize((size_t)longest * D), fill_rope(rope.data(), longest, D, 1e6);
+        rope.resize((size_t)longest * D), fill_rope(rope.data(), longest, D, 1e6, SCALED);
         q.resize((size_t)N * H * D), out.resize(q.size());
         if (!exact) return;
         // New rows that e4m3 holds: nothing is rotated, a key's numbers are all of one size before its norm.

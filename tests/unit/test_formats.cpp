@@ -539,6 +539,13 @@ TEST_CASE("GGUF: the config is the metadata's") {
     g.set("qwen3.attention.head_count_kv", Gguf::raw(GgufValue::I64) + Gguf::raw<int64_t>(1));
     g.version = 2;
     CHECK(fault(MemoryFile(g.file()).path) == "");
+    const auto scaling = [&g] { const MemoryFile f(g.file()); return ModelFile(f.path).config.rope_scaling; };
+    g.set("qwen3.rope.scaling.original_context_length", 64u), g.set("qwen3.rope.scaling.factor", 2.f);
+    CHECK((scaling().type == RopeScaling::LINEAR && scaling().factor == 2)); // a factor alone is linear
+    g.set_text("qwen3.rope.scaling.type", "yarn"), g.set("qwen3.rope.scaling.yarn_beta_fast", 20.f);
+    CHECK((scaling().type == RopeScaling::YARN && scaling().original == 64 && scaling().fast == 20 && scaling().slow == 1));
+    g.set_text("qwen3.rope.scaling.type", "none");
+    CHECK(scaling().type == RopeScaling::NONE);
 }
 
 TEST_CASE("GGUF: one whose pooling is the last token makes vectors, as Qwen3-Embedding does") {
@@ -568,7 +575,12 @@ TEST_CASE("GGUF: what would be another model is refused by name") {
     meta("one of 3 parts of a model", "split.count", Gguf::raw(GgufValue::U16) + Gguf::raw<uint16_t>(3));
     meta("general.quantization_version is 1, only 2", "general.quantization_version", u32(1));
     meta("metadata has qwen3.expert_count", "qwen3.expert_count", u32(8));
-    meta("qwen3.rope.scaling.type is yarn", "qwen3.rope.scaling.type", text("yarn"));
+    meta("qwen3.rope.scaling.type is longrope", "qwen3.rope.scaling.type", text("longrope"));
+    meta("metadata has no qwen3.rope.scaling.factor", "qwen3.rope.scaling.type", text("yarn"));
+    meta("qwen3.rope.scaling.factor is not a float", "qwen3.rope.scaling.factor", u32(4));
+    meta("rope_scaling.factor = 0.0, which is not a number from 1", "qwen3.rope.scaling.factor", Gguf::raw(GgufValue::F32) + Gguf::raw(0.f));
+    meta("rope.scaling.factor is an infinity or a NaN", "qwen3.rope.scaling.factor", Gguf::raw(GgufValue::F32) + Gguf::raw(NAN));
+    meta("metadata has qwen3.rope.scaling.attn_factor", "qwen3.rope.scaling.attn_factor", Gguf::raw(GgufValue::F32) + Gguf::raw(1.f));
     meta("qwen3.attention.value_length is not", "qwen3.attention.value_length", u32(16));
     meta("qwen3.rope.dimension_count is not", "qwen3.rope.dimension_count", u32(16));
     meta("metadata has no qwen3.block_count", "qwen3.block_count", "");

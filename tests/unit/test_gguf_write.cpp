@@ -70,6 +70,43 @@ TEST_CASE("GGUF out: F32, F16 and BF16 keep their bytes, norms become F32, the c
     }
 }
 
+TEST_CASE("GGUF out: scaled RoPE is the same in the file, or refused where GGUF has no key for it") {
+    const std::string folder = "tests/fixtures/untied_f32_sharded";
+    const auto with = [&](const std::string& scaling) {
+        ModelFile file(folder);
+        const size_t begin = file.config_text.find("\"rope_parameters\""), end = file.config_text.find('}', begin);
+        file.config_text.replace(begin, end + 1 - begin, "\"rope_theta\": 1e4, \"rope_scaling\": " + scaling);
+        file.config = parse_config(folder, file.config_text, file.generation_text);
+        return file;
+    };
+    const std::string yarn = R"({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768)";
+    for (const std::string& scaling : {yarn + "}", yarn + R"(, "beta_fast": 16, "beta_slow": 0.5})",
+                                       std::string(R"({"type": "yarn", "factor": 2.5})"), std::string(R"({"type": "linear", "factor": 3})")}) {
+        INFO(scaling);
+        const ModelFile from = with(scaling);
+        const Written to(from);
+        const RopeScaling &a = from.config.rope_scaling, &b = to.file->config.rope_scaling;
+        CHECK(a.type != RopeScaling::NONE);
+        CHECK((a.type == b.type && a.factor == b.factor && a.original == b.original && a.attention == b.attention));
+        CHECK((a.fast == b.fast && a.slow == b.slow && a.truncate == b.truncate));
+        CHECK(from.config.max_positions == to.file->config.max_positions);
+    }
+    const auto refused = [&](const std::string& scaling, const std::string& word) {
+        std::string fault;
+        try {
+            Written{with(scaling)};
+        } catch (const Error& e) {
+            fault = e.what();
+        }
+        INFO(fault);
+        CHECK(fault.find(word) != std::string::npos);
+    };
+    refused(yarn + R"(, "truncate": false})", "cannot hold truncate = false");
+    refused(yarn + R"(, "attention_factor": 1.5})", "cannot hold this attention_factor");
+    refused(R"({"type": "linear", "factor": 3.1})", "3.1000000000000001 is no float");
+    refused(R"({"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4})", "cannot hold llama3's");
+}
+
 TEST_CASE("GGUF out: an embedding model is one in the file, too") {
     const Written to(ModelFile("tests/fixtures/embed"));
     const GgufFile g(to.file->maps[0]);

@@ -329,6 +329,9 @@ TEST_CASE("a file that ends too early, at every byte of the header and every sev
 }
 
 TEST_CASE("config: every fault is named") {
+    const auto yarn = [](const std::string& more) {
+        return R"("rope_scaling": {"type": "yarn", "factor": 4)" + (more.empty() ? "" : ", " + more) + "}";
+    };
     const struct { std::string members, word; } cases[] = {
         {R"("model_type": "llama")", "model_type is \"llama\""},
         {R"("model_type": "qwen3_moe")", "model_type is \"qwen3_moe\""},
@@ -365,9 +368,35 @@ TEST_CASE("config: every fault is named") {
         {R"("use_sliding_window": true)", "use_sliding_window = true"},
         {R"("layer_types": ["full_attention", "sliding_attention"])", "layer_types = \"sliding_attention\""},
         {R"("layer_types": "sliding_attention")", "layer_types = \"sliding_attention\""},
-        {R"("rope_scaling": {"rope_type": "yarn", "factor": 4.0})", R"(rope_scaling = {"rope_type": "yarn")"},
+        {R"("rope_scaling": {"rope_type": "dynamic", "factor": 4.0})", R"(rope_scaling.rope_type = "dynamic", which is not supported)"},
+        {R"("rope_scaling": {"type": "longrope"})", R"(rope_scaling.type = "longrope", which is not supported)"},
+        {R"("rope_scaling": {"rope_type": 3})", "rope_scaling.rope_type = 3"},
+        {R"("rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 4.0})", R"(rope_scaling.type = "linear", which is not its rope_type)"},
+        {R"("rope_scaling": 4)", "rope_scaling = 4"},
+        {R"("rope_scaling": true)", "rope_scaling = true"},
+        {R"("rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {})", "both rope_scaling and rope_parameters"},
+        {R"("rope_scaling": {"factor": 2})", "rope_scaling.factor = 2, which is not supported"},
+        {R"("rope_scaling": {"type": "yarn"})", "config has no rope_scaling.factor"},
+        {R"("rope_scaling": {"type": "yarn", "factor": null})", "config has no rope_scaling.factor"},
+        {R"("rope_scaling": {"type": "yarn", "factor": 0})", "rope_scaling.factor = 0, which is not a number from 1 to 1024"},
+        {R"("rope_scaling": {"type": "yarn", "factor": "4"})", "rope_scaling.factor = \"4\""},
+        {R"("rope_scaling": {"type": "yarn", "factor": 1e999})", "rope_scaling.factor = 1e999"},
+        {R"("rope_scaling": {"type": "yarn", "factor": NaN})", "config: line"},
+        {R"("rope_scaling": {"type": "linear", "factor": 2, "truncate": true})", "rope_scaling.truncate = true, which is not supported"},
+        {yarn(R"("original_max_position_embeddings": 0)"), "original_max_position_embeddings is not an integer from 1"},
+        {yarn(R"("original_max_position_embeddings": 64.0)"), "original_max_position_embeddings is not an integer from 1"},
+        {yarn(R"("original_max_position_embeddings": 1)") + R"(, "head_dim": 64)", "no plane of RoPE turns in 1 positions"},
+        {yarn("") + R"(, "original_max_position_embeddings": -1)", "original_max_position_embeddings is not an integer from 1"},
+        {yarn(R"("beta_fast": 1)"), "rope_scaling.beta_fast is not above beta_slow"},
+        {yarn(R"("beta_fast": 4, "beta_slow": 8)"), "rope_scaling.beta_fast is not above beta_slow"},
+        {yarn(R"("beta_slow": 0)"), "rope_scaling.beta_slow = 0"},
+        {yarn(R"("attention_factor": 0)"), "rope_scaling.attention_factor = 0"},
+        {yarn(R"("truncate": 1)"), "rope_scaling.truncate = 1"},
+        {yarn(R"("mscale": "1")"), "rope_scaling.mscale = \"1\""},
+        {yarn(R"("mrope_section": [1])"), "rope_scaling.mrope_section = [1], which is not supported"},
+        {R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})", "high_freq_factor = 4, which is not above"},
         {R"("rope_parameters": 10000)", "rope_parameters = 10000"},
-        {R"("rope_parameters": {"rope_type": "yarn"})", "rope_parameters.rope_type = \"yarn\""},
+        {R"("rope_parameters": {"rope_type": "yarn"})", "config has no rope_parameters.factor"},
         {R"("rope_parameters": {"factor": 4.0})", "rope_parameters.factor = 4.0"},
         {R"("rope_parameters": {"partial_rotary_factor": 0.5})", "partial_rotary_factor = 0.5"},
         {R"("partial_rotary_factor": 0.5)", "partial_rotary_factor = 0.5"},
@@ -606,6 +635,14 @@ TEST_CASE("harmless variety loads and changes no number") {
         CHECK(same_bits(logits<bf16>(small_model(c.second)), expected));
     }
     CHECK(!same_bits(logits<bf16>(small_model(config_with("\"rope_theta\": 100"))), expected)); // it can fail
+    const auto scaled = [](const std::string& where, const std::string& more) {
+        return logits<bf16>(small_model(config_with(where + R"(": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4)" + more)));
+    };
+    const std::vector<float> yarn = scaled("\"rope_scaling", "}");
+    CHECK(!same_bits(yarn, expected));
+    CHECK(same_bits(scaled("\"rope_parameters", "}"), yarn));
+    CHECK(same_bits(scaled("\"rope_scaling", R"(, "type": "yarn", "original_max_position_embeddings": 64, "beta_fast": null, "mscale": 2})"), yarn));
+    CHECK(same_bits(scaled("\"rope_scaling", R"(}, "original_max_position_embeddings": 64)"), yarn));
     CHECK(!same_bits(logits<bf16>(small_model(config_with("\"rms_norm_eps\": 0.1"))), expected));
 
     const Builder b = small_model();

@@ -143,7 +143,7 @@ TEST_CASE_TEMPLATE("a ragged batch of several sequences gives each what it gets 
         if (pass == 0) arena.allocate("the test");
     }
     std::vector<acc<T>> rope((size_t)64 * c.D);
-    fill_rope(rope.data(), 64, c.D, c.rope_theta);
+    fill_rope(rope.data(), 64, c.D, c.rope_theta, c.rope_scaling);
     Context ctx;
     for (size_t s = 0; s < shape.size(); s++) { // the pasts, one after another, into the scattered pages
         const int past = shape[s].first;

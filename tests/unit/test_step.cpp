@@ -72,6 +72,7 @@ struct RandomModel {
     RandomModel(RandomNumbers& random, int C, int F, int H, int K, int V, int L, bool tied,
                 PackedKind of_layers = {Format::PLAIN, 0, false}, PackedKind of_head = {Format::PLAIN, 0, false}) {
         c = {C, L, H, K, STEP_HEAD, F, V, POSITIONS, 1e-6f, 1e6, tied, {}};
+        if (of_layers.format == Format::PLAIN) c.rope_scaling = {RopeScaling::YARN, 4, 256, 1.2, 32, 1, true};
         const int D = c.D;
         auto matrix = [&](std::vector<int> rows, int in) { return Matrix(random, of_layers, rows, in, 1.7 / std::sqrt(in)); };
         for (int l = 0; l < L; l++) {
@@ -81,7 +82,7 @@ struct RandomModel {
         embed = Matrix(random, of_head, {V}, C, 1), norm = random.fill(C, 0.5, 1);
         if (!tied) head = Matrix(random, of_head, {V}, C, 1.7 / std::sqrt(C));
         rope.resize((size_t)POSITIONS * D);
-        fill_rope(rope.data(), POSITIONS, D, c.rope_theta);
+        fill_rope(rope.data(), POSITIONS, D, c.rope_theta, c.rope_scaling);
     }
     const Matrix& head_matrix() const { return c.tied ? embed : head; }
 };
