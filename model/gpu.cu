@@ -108,6 +108,12 @@ Context with_own_scratch(const Context& ctx) {
     return own;
 }
 
+// ---- Scratch
+int splits_for_graph(int position, int context) {
+    int splits = 1;
+    while (splits * SPLIT <= position) splits *= 2;
+    return std::min(splits, (context - 1) / SPLIT + 1);
+}
 // The sequences of one token have a part for each split where attention_decode_gpu launches at most 8 blocks of
 // DECODE_ROWS heads a multiprocessor; else at most 3 such blocks a multiprocessor, and one more for each of their heads.
 size_t attention_scratch(const Context& ctx, int singles, int splits, int H, int D) {
