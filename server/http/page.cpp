@@ -1,4 +1,4 @@
-// page.cpp: chat.html, which the Makefile embeds as a string, with its values filled in.
+// page.cpp: the page of server/page/, which the Makefile embeds as a string, with its values filled in.
 #include "base/error.h"
 #include "server/engine/random_bits.h"
 #include "server/http/page.h"

@@ -1583,6 +1583,8 @@ TEST_CASE("the page to chat on: headers, title, a number of its own each time") 
     check_refused(strange.reply(), 403);
 }
 
+static std::string page_of(const Serving& server) { return Http(server.port).call("GET", "/", "", BROWSER).body; }
+
 TEST_CASE("the page to chat on offers --starter, else the model's own questions, else neutral ones") {
     Scratch scratch;
     const std::string model = with_starters(MODEL, {"What is \"x\"?", "什么是 <b>？"}, scratch / "m.bin");
@@ -1592,10 +1594,9 @@ TEST_CASE("the page to chat on offers --starter, else the model's own questions,
         {{MODEL}, "[]"}};
     for (auto& [words, wanted] : cases) {
         Serving server({words.begin() + 1, words.end()}, [] {}, words[0]);
-        const std::string page = Http(server.port).call("GET", "/", "", BROWSER).body;
-        CHECK(page.find("data-starters=\"" + wanted + "\"") != std::string::npos);
+        CHECK(page_of(server).find("data-starters=\"" + wanted + "\"") != std::string::npos);
     }
-    const std::string page(MappedFile("server/chat.html").text());
+    const std::string page = page_of(Serving());
     for (const char* word : {"warp?", "CUDA", "GPU", "warp？"})
         CHECK_MESSAGE(page.find(word) == page.npos, std::string(word));
     check_refusal(Process(PROGRAM, {MODEL, "--starter", std::string(301, 'a')}).wait(), "serve",
@@ -1603,9 +1604,9 @@ TEST_CASE("the page to chat on offers --starter, else the model's own questions,
 }
 
 TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from text to HTML") {
-    const MappedFile file("server/chat.html");
-    const std::string page(file.text());
+    const std::string page = page_of(Serving());
     REQUIRE(page.size() > 10'000);
+    CHECK(page.find(".js}}") == page.npos); // each part is in its place
     for (const char* part : {"innerHTML", "outerHTML", "insertAdjacent", "document.write", "DOMParser", "eval(", "Function(", "import(", "createContextualFragment",
                              "@import", "url(", "<iframe", "<object", "<img", "src=", "srcdoc", "style=", "importScripts", "WebSocket", "sendBeacon", ")page\""})
         CHECK_MESSAGE(page.find(part) == std::string::npos, std::string(part));
