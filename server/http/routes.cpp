@@ -37,6 +37,10 @@ Response Exchange::route() {
         return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
                 {"Cache-Control", "no-store"}, {"Vary", "Accept"}, {"Referrer-Policy", "no-referrer"}}};
     }
+    if (path == "/temml.js") {
+        only("GET");
+        return {200, std::string(temml_script), "text/javascript; charset=utf-8", {{"Cache-Control", "max-age=86400"}}};
+    }
     if (path == "/version") {
         only("GET");
         return {200, format("{\"version\": \"%d\"}", QWEN3_VERSION)};

@@ -33,10 +33,10 @@ function blocksOf(lines) {
     } else if (RULE.test(line)) {
       all.push({kind: 'rule', from, to: ++i});
     } else if ((m = /^ *(\$\$|\\\[)/.exec(line))) {
-      const close = m[1] === '$$' ? '$$' : '\\]';
-      const after = at => lines[at].slice(at === from ? m[0].length : 0).includes(close);
-      while (i < lines.length && !after(i)) i++;
-      all.push({kind: 'math', from, to: i = Math.min(i + 1, lines.length)});
+      const close = m[1] === '$$' ? '$$' : '\\]', closeAt = k => lines[k].indexOf(close, k === from ? m[0].length : 0);
+      while (i < lines.length && closeAt(i) < 0) i++;
+      const closed = i < lines.length, alone = closed && blank(lines[i].slice(closeAt(i) + 2));
+      all.push({kind: closed && !alone ? 'text' : 'math', from, to: i = Math.min(i + 1, lines.length), closed});
     } else if (startsTable(lines, i)) {
       for (i += 2; i < lines.length && !blank(lines[i]) && lines[i].includes('|');) i++;
       all.push({kind: 'table', from, to: i});
@@ -81,7 +81,10 @@ function makeBlock(block, lines, depth) {
   switch (block.kind) {
   case 'heading': return h('h' + block.level, {dir: 'auto'}, inline(block.text));
   case 'rule': return h('hr');
-  case 'math': return h('div', {class: 'math'}, own.join('\n').trim().replace(/^(\$\$|\\\[)|(\$\$|\\\])$/g, '').trim());
+  case 'math': {
+    const tex = own.join('\n').trim().slice(2, block.closed ? -2 : undefined).trim();
+    return block.closed ? formula('div', tex, true) : h('div', {class: 'math'}, tex);
+  }
   case 'quote': return h('blockquote', {dir: 'auto'}, makeBlocks(own.map(l => l.replace(QUOTE, '')), depth + 1));
   case 'table': return makeTable(own);
   case 'code': {
@@ -187,8 +190,8 @@ function inline(text) {
       add(h('br'));
       i++;
     } else if (c === '\\') {
-      const end = text[i + 1] === '(' ? find('\\)', i) : -1;
-      if (end > 0) add(h('span', {class: 'math'}, text.slice(i + 2, end).trim())), i = end + 2;
+      const end = text[i + 1] === '(' ? find('\\)', i) : text[i + 1] === '[' ? find('\\]', i) : -1;
+      if (end > 0) add(formula('span', text.slice(i + 2, end).trim(), text[i + 1] === '[')), i = end + 2;
       else if (/[!-/:-@[-`{-~]/.test(text[i + 1] || '')) plain += text[i + 1], i += 2;
       else plain += c, i++;
     } else if (c === '`') {
@@ -228,10 +231,14 @@ function inline(text) {
     } else if (c === '<' && (AUTO.lastIndex = i, m = AUTO.exec(text))) {
       add(h('a', linkTo(m[1]), m[1]));
       i = AUTO.lastIndex;
+    } else if (c === '$' && text[i + 1] === '$' && find('$$', i + 2) > i + 2) {
+      const end = find('$$', i + 2);
+      add(formula('span', text.slice(i + 2, end).trim(), true));
+      i = end + 2;
     } else if (c === '$' && /[^\s$]/.test(text[i + 1] || '')) {
       const end = find('$', i + 1);
       if (end > 0 && !/\s/.test(text[end - 1]) && !/\d/.test(text[end + 1] || '') && text.slice(i, end).length < 300)
-        add(h('span', {class: 'math'}, text.slice(i + 1, end))), i = end + 1;
+        add(formula('span', text.slice(i + 1, end), false)), i = end + 1;
       else plain += c, i++;
     } else if (c === '&' && (m = /^&([a-z]{2,4}|#39);/.exec(text.slice(i, i + 6))) && ENTITIES[m[1]]) {
       plain += ENTITIES[m[1]];

@@ -154,6 +154,9 @@ class Fake(http.server.BaseHTTPRequestHandler):
             with urllib.request.urlopen(urllib.request.Request(self.real, headers={"Accept": "text/html"})) as r:
                 kept = [(k, v) for k, v in r.headers.items() if k in ("Content-Security-Policy", "X-Content-Type-Options", "Referrer-Policy")]
                 return self.give(200, r.read(), r.headers["Content-Type"], kept)
+        if self.path == "/temml.js":
+            with urllib.request.urlopen(self.real + "temml.js") as r:
+                return self.give(200, r.read(), r.headers["Content-Type"], [("X-Content-Type-Options", "nosniff")])
         if self.path == "/health":
             return self.give(200, b"{}")
         if self.path == "/v1/models":
@@ -249,6 +252,22 @@ __global__ void add(const float* a, const float* b, float* c, int n) {
 
 The bandwidth is $B = 2 n s / t$, with \\(s\\) bytes an element. 中文**“加粗”**也可以。
 """
+
+
+FORMULAS = r"""The energy is $E=mc^2$, half of it \(\frac{a}{b}\); a root is \[x = \sqrt{2}\], a sum $$y=\sum_{i=0}^{n} x_i$$ in a line.
+
+$$\begin{aligned} \nabla L &= \frac{\partial L}{\partial w} \\ \text{softmax}(x)_i &= \frac{e^{x_i}}{\sum_j e^{x_j}} \end{aligned}$$
+
+- It costs $5 and $6, not more. $O(n \log n)$, and `$not$` code
+
+| shape | size |
+|---|---|
+| square | $x^2$ |
+"""
+# No formula: shown as they are. Links, names and classes; endless, huge and deep ones.
+NO_FORMULAS = [r"\frac{a", r"\unheardof{x}", r"\href{javascript:window.hit=60}{x}", r"\url{javascript:window.hit=61}",
+               r"\includegraphics{https://evil.example/x.png}", r"\class{hidden}{x}", r"\ref{a}", r"\def\a{\a\a}\a",
+               "x" * 2001, r"\sqrt{" * 200 + "x" + "}" * 200]
 
 
 def told_faults(browser):
@@ -370,6 +389,42 @@ def hostile(b, url, shots):
     b.js("localStorage.removeItem('warp:settings'); localStorage.removeItem('warp:chat:x1'); localStorage.removeItem('warp:chat:x2')")
 
 
+def formulas(b, url, shots):
+    ANSWERS["none"], ANSWERS["formulas"] = "It costs $5 or $6.", FORMULAS
+    ANSWERS["refused"] = "\n\n".join(f"$${tex}$$" for tex in NO_FORMULAS) + "\n\n$$\\begin{equation}\\label{send} y \\end{equation}$$"
+    asked = lambda: [e for e in b.events if e["params"]["request"]["url"].endswith("/temml.js")]
+    b.look()
+    b.open(url)
+    b.js("newChat()")
+    b.events.clear()
+    b.say("none")
+    check(told_faults(b) == [] and not asked(), "without a formula nothing is loaded")
+    b.say("formulas")
+    b.wait("document.querySelectorAll('.md math').length === 7")
+    check(told_faults(b) == [] and len(asked()) == 1, "the script is loaded once")
+    check(b.js("['.md math[display=block]', 'mfrac', 'msqrt', 'munderover', 'mtable', 'td math', 'li math'].map(s => document.querySelectorAll(s).length)") ==
+          [3, 3, 1, 1, 1, 1, 1], "what TeX became")
+    check("It costs $5 and $6, not more." in last_text(b) and "$not$" in last_text(b), "money and code are no formulas")
+    check(b.js("document.querySelector('.md math').parentNode.title") == "E=mc^2", "the TeX of a formula")
+    once = b.js("[...document.querySelectorAll('.text.md')].at(-1).innerHTML")
+    check(b.js("{ const v = new MarkdownView(); v.set(current.nodes[current.at].text, true); v.node.innerHTML }") == once, "piece by piece is as at once")
+    b.shot(shots + "/formulas.png")
+    b.look(dark=True)
+    b.shot(shots + "/formulas-dark.png")
+    b.look()
+    b.js("newChat()")
+    b.say("refused")
+    got = b.js("[...document.querySelectorAll('.md .math')].map(n => n.querySelector('math') ? '' : n.innerText)")
+    check(got == NO_FORMULAS + [""], f"refused formulas are shown as TeX: {got}")
+    check(b.js("[document.getElementById('send').tagName, document.querySelectorAll('#log [id], #log [href], #log .hidden').length, window.hit ?? null]") ==
+          ["BUTTON", 0, None], "a formula has no names, links or classes of its own")
+    took = b.js("(() => { const v = new MarkdownView(), n = performance.now(); v.set('$' + '{'.repeat(900) + '}'.repeat(900) + '$ ', true);"
+                "v.set('$x_1$ '.repeat(20000), true); v.set(Array.from({length: 2000}, (_, i) => `$x_{${i}}$ `).join(''), true);"
+                "v.set('$$\\\\begin{matrix}' + '&'.repeat(1900) + '\\\\end{matrix}$$', true); return performance.now() - n })()")
+    print(f"  four texts of slow formulas: {took:.0f} ms")
+    check(took < 4000, "no formula takes forever")
+
+
 def markdown(b, url, shots, folder):
     ANSWERS["markdown"] = [("reasoning_content", w + " ") for w in "The user wants a kernel. I show it with a table, briefly.".split()] + \
         [("wait", 0.3)] + [("content", MARKDOWN[i:i + 3]) for i in range(0, len(MARKDOWN), 3)]
@@ -390,6 +445,7 @@ def markdown(b, url, shots, folder):
     b.wait("document.querySelector('.thought .md').innerText.includes('Let me see.')")
     b.js("newChat()")
     b.say("markdown of every kind, please: add two vectors")
+    b.wait("document.querySelectorAll('.md math').length === 2")
     counts = b.js("""['h2', 'strong', 'em', 'del', 'pre code', 'table', 'td', 'ol > li', 'ol ul > li', 'blockquote', '.task', 'a', '.math', '.w', '.c', 'p code', 'tr:first-child .right']
                      .map(s => document.querySelectorAll('.text.md ' + s).length)""")
     check(counts == [1, 2, 2, 1, 1, 1, 12, 3, 2, 1, 2, 1, 2, 10, 4, 1, 2], f"what Markdown became: {counts}")
@@ -585,6 +641,7 @@ def main():
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
                               ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
+                              ("formulas", lambda: formulas(browser, own, o.shots)),
                               ("Markdown, errors, settings, export and import", lambda: markdown(browser, own, o.shots, folder)),
                               ("phone, Chinese", lambda: looks(browser, own, o.shots)),
                               ("10,000 tokens", lambda: long_answer(browser, own, o.shots))]:
