@@ -1,5 +1,9 @@
 // answers.js: requests to the server, and their answers.
-let model = {name: '', limit: 0};
+const NO_MODEL = {name: '', limit: 0, parent: ''};
+let models = [];      // of /v1/models
+let model = NO_MODEL; // the one that answers
+const modelCalled = name => models.find(m => m.name === name);
+const besideModel = () => settings.beside !== model.name && modelCalled(settings.beside) || null;
 
 async function call(path, options = {}) {
   const headers = {};
@@ -8,31 +12,39 @@ async function call(path, options = {}) {
   return fetch(path, {...options, headers, cache: 'no-store', credentials: 'same-origin'});
 }
 
-// A question, as a new branch behind `parent`, and its answer.
+// A question, as a new branch behind `parent`, and its answer, or two of them.
 function ask(chat, parent, text) {
-  addNode(chat, parent, 'user', text);
+  const question = addNode(chat, parent, 'user', text), other = besideModel();
   if (!chat.title) chat.title = titleOf(text);
   chats.set(chat.id, chat);
   stick = true;
-  answer(chat, addNode(chat, chat.at, 'assistant', ''));
+  const first = addNode(chat, question, 'assistant', '');
+  if (other) {
+    const second = addNode(chat, question, 'assistant', '');
+    chat.nodes[first].beside = second, chat.nodes[second].beside = first;
+    chat.at = first;
+    answer(chat, second, other.name);
+  }
+  answer(chat, first, model.name);
 }
 function answerAgain(chat, index) { // an error leaves no branch
   if (live.has(chat.id)) return;
-  const node = chat.nodes[index];
-  if (node.error && !node.text && index === chat.nodes.length - 1) chat.nodes.pop(), views.delete(index);
+  const node = chat.nodes[index], failed = node.error && !node.text;
   stick = true;
-  answer(chat, addNode(chat, node.parent, 'assistant', ''));
+  answer(chat, failed ? index : addNode(chat, node.parent, 'assistant', ''), failed && node.model || model.name);
 }
 function proceed(chat, index) {
-  if (!live.has(chat.id)) answer(chat, index);
+  if (!live.has(chat.id)) answer(chat, index, chat.nodes[index].model || model.name);
 }
 
 // If the node has a text already, the model continues it.
-async function answer(chat, index) {
+async function answer(chat, index, name) {
   const node = chat.nodes[index], onward = !!node.text, before = {tokens: node.tokens || 0, seconds: onward ? node.seconds - node.first || 0 : 0};
   delete node.error, delete node.finish;
+  if (!onward) delete node.thought;
+  if (name) node.model = name;
   const going = {index, stop: new AbortController(), start: performance.now(), dirty: false, tokens: 0, first: 0, stopped: false};
-  live.set(chat.id, going);
+  live.set(chat.id, [...live.get(chat.id) || [], going]);
   showChat(chat);
   const saving = setInterval(() => saveChat(chat), 1000);
   const count = tokens => {
@@ -78,7 +90,9 @@ async function answer(chat, index) {
     else node.error = 'offline', checkServer();
   }
   clearInterval(saving);
-  live.delete(chat.id);
+  const others = live.get(chat.id).filter(l => l !== going);
+  if (others.length) live.set(chat.id, others);
+  else live.delete(chat.id);
   chat.updated = Date.now();
   saveChat(chat);
   if (current === chat) showChat(chat);
@@ -91,7 +105,7 @@ function requestFor(chat, index, onward) {
   for (let i = onward ? index : chat.nodes[index].parent, path = []; i >= 0 || (messages.push(...path.reverse()), false); i = chat.nodes[i].parent)
     path.push({role: chat.nodes[i].role, content: chat.nodes[i].text});
   const body = {messages, stream: true, stream_options: {include_usage: true}, chat_template_kwargs: {enable_thinking: settings.think && !onward}};
-  if (model.name) body.model = model.name;
+  if (chat.nodes[index].model) body.model = chat.nodes[index].model;
   if (HAS_DOCS) body.use_documents = settings.docs;
   if (onward) body.continue_final_message = true, body.add_generation_prompt = false;
   for (const name in SAMPLING) if (Number.isFinite(settings.sampling[name])) body[name] = settings.sampling[name];
@@ -137,11 +151,10 @@ function redraw(chat, going) {
   else draw();
 }
 function stopAnswer() {
-  const going = current && live.get(current.id);
-  if (going) going.stopped = true, going.stop.abort();
+  for (const going of current && live.get(current.id) || []) going.stopped = true, going.stop.abort();
 }
 
-let checking;
+let checking, serverState = 'away';
 async function checkServer() {
   clearTimeout(checking);
   let state = 'away', again = 3000;
@@ -149,16 +162,41 @@ async function checkServer() {
     const health = await call('health');
     if (health.ok) {
       const list = await call('v1/models');
-      const first = list.ok && (await list.json()).data[0];
-      if (first) model = {name: string(first.id), limit: number(first.max_model_len)};
+      models = list.ok ? (await list.json()).data.map(m => ({name: string(m.id), limit: number(m.max_model_len), parent: string(m.parent)})) : [];
       state = 'ready', again = 30000;
     } else if (/loading/.test(await health.text())) {
       state = 'loading', again = 500;
     }
   } catch { /* it is away */ }
-  $('model').className = state;
-  $('model').firstChild.textContent = state === 'ready' ? model.name || t('keyNeeded') : t(state);
-  $('model').title = state === 'ready' && model.limit ? `${model.name} · ${model.limit.toLocaleString()} token` : '';
+  serverState = state;
+  showModel();
   checking = setTimeout(checkServer, again);
   showComposer();
 }
+
+// ---- The pill at the top, and the list that it opens.
+function showModel() {
+  model = modelCalled(settings.model) || models[0] || NO_MODEL;
+  const other = besideModel();
+  $('model').className = serverState;
+  $('model').firstChild.textContent = serverState === 'ready' ? model.name + (other ? ` | ${other.name}` : '') || t('keyNeeded') : t(serverState);
+  $('model').title = t('modelHelp');
+  $('models').replaceChildren(...models.map(m => h('div', {},
+    h('button', {class: 'one', type: 'button', role: 'radio', 'aria-checked': String(m === model), onclick: () => chooseModel('model', m.name)}, m.name,
+      h('small', {}, m.parent ? t('adapterOf', m.parent) : t('context', m.limit.toLocaleString()))),
+    m === model ? '' : h('button', {class: 'icon', type: 'button', 'aria-pressed': String(m === other), title: t('beside'), 'aria-label': `${t('beside')}: ${m.name}`,
+      onclick: () => chooseModel('beside', m === other ? '' : m.name)}, icon('beside', 16)))));
+}
+function chooseModel(which, name) {
+  settings[which] = name;
+  saveSettings();
+  showModel();
+  showComposer();
+  if (which === 'model') openModels(false);
+}
+function openModels(open) {
+  $('models').classList.toggle('hidden', !open || !models.length);
+  $('model').setAttribute('aria-expanded', String(open));
+}
+$('model').onclick = () => openModels($('models').classList.contains('hidden'));
+document.addEventListener('pointerdown', e => { if (!$('pill').contains(e.target)) openModels(false); });

@@ -2,7 +2,7 @@
 let current = null;        // the conversation shown; null: one not begun yet
 let views = new Map();     // by index of its nodes
 let stick = true;          // keep the end of the conversation in view
-const live = new Map();    // answers in progress, by conversation
+const live = new Map();    // lists of answers in progress, by conversation
 
 const round = x => x >= 100 ? String(Math.round(x)) : x.toFixed(x >= 10 ? 1 : 2);
 
@@ -28,8 +28,7 @@ class MessageView {
   }
   get said() { return this.chat.nodes[this.index]; }
   get live() {
-    const l = live.get(this.chat.id);
-    return l && l.index === this.index ? l : null;
+    return (live.get(this.chat.id) || []).find(l => l.index === this.index) || null;
   }
   update() {
     const node = this.said;
@@ -80,13 +79,14 @@ class MessageView {
       const button = act('copy', 'copy', () => copy(this.said.text, button));
       parts.push(button);
     }
+    if (node.beside !== undefined && !busy && !pathOf(this.chat).includes(this.index))
+      parts.push(act('useThis', 'done', () => { this.chat.at = lastLeaf(this.chat, this.index); saveChat(this.chat); showChat(this.chat); }));
     if (node.role === 'user' && !busy) parts.push(act('edit', 'edit', () => this.edit()));
     if (node.role === 'assistant' && !busy) parts.push(act('again', 'again', () => answerAgain(this.chat, this.index)));
-    if (node.tokens) {
-      const spent = node.seconds - node.first, stats = [t('tokens', node.tokens)];
-      if (node.tokens > 1 && spent > 0) stats.push(t('rate', round((node.tokens - 1) / spent)));
-      parts.push(h('span', {class: 'stats', title: t('first', round(node.first || 0))}, stats.join(' · ')));
-    }
+    const spent = node.seconds - node.first, stats = node.model ? [node.model] : [];
+    if (node.tokens) stats.push(t('tokens', node.tokens));
+    if (node.tokens > 1 && spent > 0) stats.push(t('rate', round((node.tokens - 1) / spent)));
+    if (stats.length) parts.push(h('span', {class: 'stats', title: node.tokens && t('first', round(node.first || 0))}, stats.join(' · ')));
     this.row.replaceChildren(...parts);
   }
   edit() {
@@ -123,12 +123,15 @@ function showChat(chat) {
   current = chat;
   const path = chat ? pathOf(chat) : [], old = views;
   views = new Map();
-  for (const i of path) {
+  const show = i => {
     const view = same && old.get(i) || new MessageView(chat, i);
     if (same && old.has(i)) view.update();
+    view.node.classList.toggle('on', path.includes(i));
     views.set(i, view);
-  }
-  $('log').replaceChildren(...[...views.values()].map(v => v.node));
+    return view.node;
+  };
+  const both = i => [i, chat.nodes[i].beside].sort((a, b) => a - b);
+  $('log').replaceChildren(...path.map(i => chat.nodes[i].beside === undefined ? show(i) : h('div', {class: 'beside'}, both(i).map(show))));
   $('hello').classList.toggle('hidden', path.length > 0);
   $('log').classList.toggle('hidden', path.length === 0);
   $('name').textContent = chat ? chat.title : '';

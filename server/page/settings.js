@@ -30,7 +30,7 @@ function openSettings(focus) {
   const removeAll = button('removeAll', () => {
     if (!removeAll.dataset.sure) return removeAll.dataset.sure = 1, removeAll.textContent = t('sure', chats.size);
     for (const chat of chats.values()) store.removeItem(PREFIX + 'chat:' + chat.id);
-    for (const l of live.values()) l.stopped = true, l.stop.abort();
+    for (const l of [...live.values()].flat()) l.stopped = true, l.stop.abort();
     chats.clear();
     showChat(null);
     dialog.close();

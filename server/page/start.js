@@ -4,6 +4,7 @@ document.addEventListener('keydown', e => {
   const typing = /^(INPUT|TEXTAREA)$/.test(document.activeElement.tagName), dialog = $('settings').open;
   const on = (condition, act) => { if (condition && !dialog) e.preventDefault(), act(); };
   const alt = e.altKey && !e.ctrlKey && !e.metaKey;
+  on(e.key === 'Escape' && !$('models').classList.contains('hidden'), () => openModels(false));
   on(e.key === 'Escape' && current && live.has(current.id), stopAnswer);
   on(e.key === 'Escape' && phone.matches, closeOnPhone);
   on(alt && e.code === 'KeyN', newChat);

@@ -1,9 +1,10 @@
 // store.js: settings and conversations in the browser. A conversation is a tree of messages: nodes[i].parent < i, and
-// `at` is the leaf that is shown. An edited question or another answer is a new branch.
+// `at` is the leaf that is shown. An edited question or another answer is a new branch. Two answers that were asked for
+// together name each other in `beside`.
 const PREFIX = 'warp:';
 const STARTERS = JSON.parse(document.documentElement.dataset.starters).map(text => ['bulb', text]); // the server's
 const HAS_DOCS = document.documentElement.dataset.docs === '1';
-const SETTINGS = {theme: 'auto', language: 'auto', system: '', key: '', think: document.documentElement.dataset.think === '1', docs: true, sampling: {}};
+const SETTINGS = {theme: 'auto', language: 'auto', system: '', key: '', model: '', beside: '', think: document.documentElement.dataset.think === '1', docs: true, sampling: {}};
 const SAMPLING = {temperature: [0, 2, .1], top_p: [.01, 1, .01], top_k: [0, 1000, 1], presence_penalty: [-2, 2, .1], max_tokens: [1, 1e6, 1], seed: [0, 2 ** 53 - 1, 1]};
 
 let store;
@@ -54,12 +55,16 @@ function cleanChat(raw) {
     const node = {parent, role: m.role, text: string(tree ? m.text : m.content)};
     const thought = string(tree ? m.thought : m.reasoning_content);
     if (thought) node.thought = thought;
-    for (const name of ['tokens', 'seconds', 'first', 'mused', 'used']) if (Number.isFinite(m[name])) node[name] = m[name];
+    for (const name of ['tokens', 'seconds', 'first', 'mused', 'used', 'beside']) if (Number.isFinite(m[name])) node[name] = m[name];
     if (Array.isArray(m.sources)) node.sources = cleanSources(m.sources);
-    for (const name of ['finish', 'error']) if (typeof m[name] === 'string') node[name] = m[name].slice(0, 2000);
+    for (const name of ['finish', 'error', 'model']) if (typeof m[name] === 'string') node[name] = m[name].slice(0, 2000);
     chat.nodes.push(node);
   }
   if (!chat.nodes.length) return null;
+  chat.nodes.forEach((node, i) => {
+    const other = chat.nodes[node.beside];
+    if (!other || other === node || other.parent !== node.parent || other.beside !== i) delete node.beside;
+  });
   chat.at = Number.isInteger(raw.at) && raw.at >= 0 && raw.at < chat.nodes.length ? raw.at : chat.nodes.length - 1;
   if (!chat.title) chat.title = titleOf(chat.nodes[0].text);
   return chat;
@@ -83,7 +88,7 @@ function pathOf(chat) { // the nodes shown, as indices
   for (let i = chat.at; i >= 0; i = chat.nodes[i].parent) path.unshift(i);
   return path;
 }
-const siblings = (chat, i) => chat.nodes.map((_, k) => k).filter(k => chat.nodes[k].parent === chat.nodes[i].parent);
+const siblings = (chat, i) => chat.nodes.map((_, k) => k).filter(k => chat.nodes[k].parent === chat.nodes[i].parent && k !== chat.nodes[i].beside);
 function lastLeaf(chat, i) {
   for (;;) {
     const next = chat.nodes.findLastIndex(n => n.parent === i);

@@ -8,7 +8,7 @@ A conversation with ./serve; stop, reload, edit, answer again, export and import
 which gives the page as ./serve does, and says what we want: attempts to become HTML or to run a script, Markdown of every
 kind, errors, 10,000 tokens. Needs Python's standard library only. Ends with status 1 at the first thing that is wrong.
 """
-import argparse, base64, http.server, json, os, re, subprocess, sys, tempfile, threading, time, urllib.request
+import argparse, base64, http.server, json, os, re, struct, subprocess, sys, tempfile, threading, time, urllib.request
 
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 
@@ -574,6 +574,63 @@ def long_answer(b, url, shots):
     check(took < 4000, "no text takes forever")
 
 
+def make_adapter(folder):
+    """A LoRA adapter of rank 1 for the queries of the default model: 8 layers of 256 to 256."""
+    os.makedirs(folder)
+    with open(folder + "/adapter_config.json", "w") as f:
+        json.dump({"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}, f)
+    names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{x}.weight" for n in range(8) for x in "AB"]
+    header = json.dumps({name: {"dtype": "F32", "shape": [1, 256] if "_A" in name else [256, 1], "data_offsets": [1024 * i, 1024 * (i + 1)]}
+                         for i, name in enumerate(names)}).encode()
+    with open(folder + "/adapter_model.safetensors", "wb") as f:
+        f.write(struct.pack("<Q", len(header)) + header + struct.pack("<4096f", *([0.05, -0.05] * 2048)))
+    return folder
+
+
+def models(b, o, folder):
+    """A server with two adapters: the list of models, each answer's model, and two answers beside each other."""
+    server, url = serve(o, "--adapter", "first=" + make_adapter(folder + "/first"),
+                        "--adapter", "second=" + make_adapter(folder + "/second"))
+    try:
+        b.look()
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("models.length === 3")
+        b.js("settings.sampling = {max_tokens: 40}; saveSettings()")
+        b.say("What is a warp?")
+        b.click("#model")
+        check(b.js("[...document.querySelectorAll('#models .one')].map(n => n.innerText)") ==
+              ["model.bin\nreads 1,024 tokens", "first\nadapter of model.bin", "second\nadapter of model.bin"], "the list of models")
+        b.shot(o.shots + "/models.png")
+        b.js("document.querySelectorAll('#models .one')[1].click()")
+        check(b.js("document.querySelector('#models').classList.contains('hidden') && document.querySelector('#model').innerText") == "first", "the pill")
+        b.say("What is a warp?")
+        check(b.js("[...document.querySelectorAll('.assistant .stats')].map(n => n.innerText.split(' · ')[0])") == ["model.bin", "first"], "each answer says which gave it")
+        b.click("#model")
+        b.js("document.querySelector('#models .icon').click()")
+        b.key("Escape")
+        check(b.js("document.querySelector('#model').innerText") == "first | model.bin", "two of them")
+        b.say("What is a block?")
+        check(b.js("[...document.querySelectorAll('.beside .stats')].map(n => n.innerText.split(' · ')[0])") == ["first", "model.bin"], "two answers")
+        b.shot(o.shots + "/beside.png")
+        check(b.js("(() => { const [a, b] = [...document.querySelectorAll('.beside > .said')].map(n => n.getBoundingClientRect()); return a.top === b.top && b.left >= a.right })()"), "side by side")
+        texts = b.js("[...document.querySelectorAll('.beside .md')].map(n => n.innerText)")
+        b.reload()
+        b.wait("document.querySelectorAll('.beside .md').length === 2")
+        check(b.js("[...document.querySelectorAll('.beside .md')].map(n => n.innerText)") == texts, "they are kept")
+        check(b.js("document.querySelectorAll('.beside > .on').length") == 1, "the conversation goes on from one of them")
+        b.js("document.querySelector('.beside > :not(.on) [aria-label=\"Continue with this answer\"]').click()")
+        check(b.js("[...document.querySelectorAll('.beside > .said')].map(n => n.classList.contains('on'))") == [False, True], "... or from the other")
+        check(b.js("requestFor(current, current.at, true).messages.at(-1).content") == texts[1], "which the model is told")
+        b.look(phone=True, width=390, height=800)
+        check(b.js("(() => { const [a, b] = [...document.querySelectorAll('.beside > .said')].map(n => n.getBoundingClientRect()); return b.top >= a.bottom })()"), "one above the other on a phone")
+        check(b.js("document.documentElement.scrollWidth <= innerWidth"), "no sideways scrolling on a phone")
+        b.look()
+    finally:
+        server.kill()
+
+
 def documents(b, o, folder):
     """A server with documents, one of which is hostile: the switch, the sources, and that they stay."""
     docs = os.path.join(folder, "docs")
@@ -639,6 +696,7 @@ def main():
             own = f"http://127.0.0.1:{fake.server_port}/"
             browser = Browser(folder)
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
+                              ("models", lambda: models(browser, o, folder)),
                               ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
                               ("formulas", lambda: formulas(browser, own, o.shots)),
