@@ -54,14 +54,15 @@ async function answer(chat, index, name) {
     node.seconds = before.seconds + (now - going.start) / 1000;
   };
   try {
-    const request = requestFor(chat, index, onward);
+    const request = requestFor(chat, index, onward), limit = (modelCalled(node.model) || model).limit;
     let response;
-    for (;;) {
+    for (let full = false;; full = true) {
+      await makeRoom(chat, index, request, limit, full);
       response = await call('v1/chat/completions', {method: 'POST', body: JSON.stringify(request), signal: going.stop.signal});
       if (response.ok) break;
       const refusal = await refusalOf(response);
-      if (refusal.told !== 'tooLong' || !request.max_tokens) throw refusal;
-      delete request.max_tokens; // the limit exceeds the remaining room, which then is the limit
+      if (refusal.told !== 'tooLong' || full) throw refusal;
+      delete request.max_tokens; // it may exceed the remaining room, which then is the limit
     }
     for await (const data of eventsOf(response.body)) {
       if (data === '[DONE]') { going.done = true; break; }
@@ -100,16 +101,36 @@ async function answer(chat, index, name) {
 }
 
 function requestFor(chat, index, onward) {
-  const messages = [];
+  const messages = [], path = pathTo(chat, index), read = path.slice(droppedOf(chat, path), onward ? undefined : -1);
   if (settings.system.trim()) messages.push({role: 'system', content: settings.system});
-  for (let i = onward ? index : chat.nodes[index].parent, path = []; i >= 0 || (messages.push(...path.reverse()), false); i = chat.nodes[i].parent)
-    path.push({role: chat.nodes[i].role, content: chat.nodes[i].text});
+  messages.push(...read.map(i => ({role: chat.nodes[i].role, content: chat.nodes[i].text})));
   const body = {messages, stream: true, stream_options: {include_usage: true}, chat_template_kwargs: {enable_thinking: settings.think && !onward}};
   if (chat.nodes[index].model) body.model = chat.nodes[index].model;
   if (HAS_DOCS) body.use_documents = settings.docs;
   if (onward) body.continue_final_message = true, body.add_generation_prompt = false;
   for (const name in SAMPLING) if (Number.isFinite(settings.sampling[name])) body[name] = settings.sampling[name];
   return body;
+}
+
+// If the messages leave the answer less than a quarter of the context (or less than its longest), the oldest questions and
+// answers are dropped until half of the context is free, as in the terminal (Chat::fit). `full`: the server has refused them.
+async function makeRoom(chat, index, request, limit, full) {
+  const {messages} = request, system = messages[0].role === 'system' ? 1 : 0;
+  const most = limit - Math.min(request.max_tokens || limit, limit / 4) - (request.use_documents ? limit / 4 : 0);
+  const bytes = messages.reduce((sum, m) => sum + new TextEncoder().encode(m.content).length + 16, 0); // a token has one or more
+  if (!limit || (bytes <= most && !full)) return;
+  const before = messages.length;
+  for (let used = await countTokens(request), bound = most; used > bound && messages.length > system + 2; bound = limit / 2) {
+    messages.splice(system, 2);
+    used = await countTokens(request);
+  }
+  const path = pathTo(chat, index);
+  if (messages.length < before) chat.nodes[index].dropped = droppedOf(chat, path) + before - messages.length;
+}
+async function countTokens({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt}) {
+  const response = await call('tokenize', {method: 'POST', body: JSON.stringify({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt})});
+  if (!response.ok) throw await refusalOf(response);
+  return (await response.json()).count;
 }
 
 async function refusalOf(response) {

@@ -121,17 +121,20 @@ const messageOf = error => ['key', 'busy', 'offline', 'loading', 'tooLong'].incl
 function showChat(chat) {
   const same = chat === current;
   current = chat;
-  const path = chat ? pathOf(chat) : [], old = views;
+  const path = chat ? pathOf(chat) : [], dropped = chat ? droppedOf(chat, path) : 0, old = views;
   views = new Map();
   const show = i => {
     const view = same && old.get(i) || new MessageView(chat, i);
     if (same && old.has(i)) view.update();
     view.node.classList.toggle('on', path.includes(i));
+    view.node.classList.toggle('gone', path.indexOf(i) >= 0 && path.indexOf(i) < dropped);
     views.set(i, view);
     return view.node;
   };
   const both = i => [i, chat.nodes[i].beside].sort((a, b) => a - b);
-  $('log').replaceChildren(...path.map(i => chat.nodes[i].beside === undefined ? show(i) : h('div', {class: 'beside'}, both(i).map(show))));
+  const rows = path.map(i => chat.nodes[i].beside === undefined ? show(i) : h('div', {class: 'beside'}, both(i).map(show)));
+  if (dropped) rows.splice(dropped, 0, h('div', {class: 'note line', role: 'status'}, t('dropped', dropped)));
+  $('log').replaceChildren(...rows);
   $('hello').classList.toggle('hidden', path.length > 0);
   $('log').classList.toggle('hidden', path.length === 0);
   $('name').textContent = chat ? chat.title : '';

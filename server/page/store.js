@@ -55,7 +55,7 @@ function cleanChat(raw) {
     const node = {parent, role: m.role, text: string(tree ? m.text : m.content)};
     const thought = string(tree ? m.thought : m.reasoning_content);
     if (thought) node.thought = thought;
-    for (const name of ['tokens', 'seconds', 'first', 'mused', 'used', 'beside']) if (Number.isFinite(m[name])) node[name] = m[name];
+    for (const name of ['tokens', 'seconds', 'first', 'mused', 'used', 'beside', 'dropped']) if (Number.isFinite(m[name])) node[name] = m[name];
     if (Array.isArray(m.sources)) node.sources = cleanSources(m.sources);
     for (const name of ['finish', 'error', 'model']) if (typeof m[name] === 'string') node[name] = m[name].slice(0, 2000);
     chat.nodes.push(node);
@@ -83,11 +83,13 @@ for (let i = 0; i < store.length; i++) {
 }
 const saveChat = chat => chats.has(chat.id) && keep('chat:' + chat.id, chat);
 
-function pathOf(chat) { // the nodes shown, as indices
+function pathTo(chat, i) { // from the first message, as indices
   const path = [];
-  for (let i = chat.at; i >= 0; i = chat.nodes[i].parent) path.unshift(i);
-  return path;
+  for (; i >= 0; i = chat.nodes[i].parent) path.push(i);
+  return path.reverse();
 }
+const pathOf = chat => pathTo(chat, chat.at); // the nodes shown
+const droppedOf = (chat, path) => Math.max(0, ...path.map(i => chat.nodes[i].dropped || 0)); // so many are no longer read
 const siblings = (chat, i) => chat.nodes.map((_, k) => k).filter(k => chat.nodes[k].parent === chat.nodes[i].parent && k !== chat.nodes[i].beside);
 function lastLeaf(chat, i) {
   for (;;) {

@@ -631,6 +631,50 @@ def models(b, o, folder):
         server.kill()
 
 
+def full_context(b, o):
+    """A server with a small context: the oldest turns are dropped, as in the terminal."""
+    server, url = serve(o, "--ctx", "384")
+    try:
+        b.look()
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("model.limit === 384")
+        b.js("settings.sampling = {max_tokens: 60, temperature: 0}; saveSettings(); window.plain = call; window.asked = [];"
+             "call = (path, o) => { if (path === 'v1/chat/completions') asked.push(JSON.parse(o.body)); return plain(path, o); }")
+        for n in range(6):
+            b.say(f"What is a warp? Say it in other words, number {n}")
+            check(b.js("current.nodes.at(-1).error ?? null") is None, "no error")
+        counts, said = b.js("asked.map(r => r.messages.length)"), b.js("pathOf(current).map(i => ({role: current.nodes[i].role, content: current.nodes[i].text}))")
+
+        def tokens(messages):
+            body = json.dumps({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}).encode()
+            return json.load(urllib.request.urlopen(urllib.request.Request(url + "tokenize", body, {"Content-Type": "application/json"})))["count"]
+
+        wanted, begin = [], 0  # the rule of Chat::fit: room for 60 tokens; if there is none, half of the context is freed
+        for n in range(0, len(said), 2):
+            if tokens(said[begin:n + 1]) > 384 - 60:
+                while n > begin and tokens(said[begin:n + 1]) > 384 / 2:
+                    begin += 2
+            wanted.append(n + 1 - begin)
+        check(counts == wanted and 0 < begin < len(said) - 2, f"messages sent: {counts}, by the rule {wanted}")
+        dropped = b.js("droppedOf(current, pathOf(current))")
+        check(dropped == begin, f"dropped: {dropped}, by the rule {begin}")
+        check(b.js("asked.at(-1).messages[0].content") == f"What is a warp? Say it in other words, number {dropped // 2}", "the latest are sent")
+        check(b.js("document.querySelectorAll('.said.gone').length") == dropped, "dropped turns are greyed")
+        check(b.js(f"document.querySelector('#log').children[{dropped}].innerText") ==
+              f"The context is full: the model no longer reads the oldest {dropped} messages.", "a line says it")
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.shots + "/full-context.png")
+        b.reload()
+        b.wait("document.querySelectorAll('.said.gone').length > 0")
+        check(b.js("document.querySelectorAll('.said.gone').length") == dropped, "it is kept")
+        b.say("a warp " * 300)
+        check("longer than the model can read" in b.js("document.querySelector('.said:last-child .note').innerText"), "one question that is too long")
+    finally:
+        server.kill()
+
+
 def documents(b, o, folder):
     """A server with documents, one of which is hostile: the switch, the sources, and that they stay."""
     docs = os.path.join(folder, "docs")
@@ -697,6 +741,7 @@ def main():
             browser = Browser(folder)
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
                               ("models", lambda: models(browser, o, folder)),
+                              ("a full context", lambda: full_context(browser, o)),
                               ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
                               ("formulas", lambda: formulas(browser, own, o.shots)),
