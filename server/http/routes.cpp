@@ -6,6 +6,7 @@
 #include "server/api/limits.h"
 #include "server/api/paths.h"
 #include "server/api/prompts.h"
+#include "server/api/request.h"
 #include "server/http/exchange.h"
 #include "server/http/openapi.h"
 #include "server/http/page.h"
@@ -119,7 +120,7 @@ Response Exchange::list_models() const {
     };
     write(service.name, service.path, 0, false);
     for (auto& [name, adapter] : service.adapters->now()) write(name, adapter->folder, adapter->created, true);
-    if (!told) throw Refusal(404, "no such model", "model", "model_not_found");
+    if (!told) throw no_such_model(service);
     if (path.size() == 10) w.end().end();
     return {200, w.text};
 }
