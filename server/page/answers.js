@@ -3,6 +3,7 @@ const NO_MODEL = {name: '', limit: 0, parent: ''};
 let models = [];      // of /v1/models
 let model = NO_MODEL; // the one that answers
 const modelCalled = name => models.find(m => m.name === name);
+const modelOf = node => modelCalled(node.model) || model; // that gave an answer, if it is still there
 const besideModel = () => settings.beside !== model.name && modelCalled(settings.beside) || null;
 
 async function call(path, options = {}) {
@@ -31,10 +32,10 @@ function answerAgain(chat, index) { // an error leaves no branch
   if (live.has(chat.id)) return;
   const node = chat.nodes[index], failed = node.error && !node.text;
   stick = true;
-  answer(chat, failed ? index : addNode(chat, node.parent, 'assistant', ''), failed && node.model || model.name);
+  answer(chat, failed ? index : addNode(chat, node.parent, 'assistant', ''), failed ? modelOf(node).name : model.name);
 }
 function proceed(chat, index) {
-  if (!live.has(chat.id)) answer(chat, index, chat.nodes[index].model || model.name);
+  if (!live.has(chat.id)) answer(chat, index, modelOf(chat.nodes[index]).name);
 }
 
 // If the node has a text already, the model continues it.
@@ -54,7 +55,7 @@ async function answer(chat, index, name) {
     node.seconds = before.seconds + (now - going.start) / 1000;
   };
   try {
-    const request = requestFor(chat, index, onward), limit = (modelCalled(node.model) || model).limit;
+    const request = requestFor(chat, index, onward), {limit} = modelOf(node);
     let response;
     for (let full = false;; full = true) {
       await makeRoom(chat, index, request, limit, full);
@@ -105,8 +106,12 @@ function requestFor(chat, index, onward) {
   if (settings.system.trim()) messages.push({role: 'system', content: settings.system});
   messages.push(...read.map(i => ({role: chat.nodes[i].role, content: chat.nodes[i].text})));
   const body = {messages, stream: true, stream_options: {include_usage: true}, chat_template_kwargs: {enable_thinking: settings.think && !onward}};
-  if (chat.nodes[index].model) body.model = chat.nodes[index].model;
+  const {name} = modelOf(chat.nodes[index]);
+  if (name) body.model = name;
   if (HAS_DOCS) body.use_documents = settings.docs;
+  const stops = settings.stops.split('\n').filter(line => line);
+  if (stops.length) body.stop = stops;
+  if (onward && chat.nodes[index].thought) messages.at(-1).reasoning_content = chat.nodes[index].thought;
   if (onward) body.continue_final_message = true, body.add_generation_prompt = false;
   for (const name in SAMPLING) if (Number.isFinite(settings.sampling[name])) body[name] = settings.sampling[name];
   return body;
@@ -127,10 +132,11 @@ async function makeRoom(chat, index, request, limit, full) {
   const path = pathTo(chat, index);
   if (messages.length < before) chat.nodes[index].dropped = droppedOf(chat, path) + before - messages.length;
 }
-async function countTokens({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt}) {
+const countTokens = async request => (await idsOf(request)).length;
+async function idsOf({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt}) {
   const response = await call('tokenize', {method: 'POST', body: JSON.stringify({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt})});
   if (!response.ok) throw await refusalOf(response);
-  return (await response.json()).count;
+  return (await response.json()).tokens;
 }
 
 async function refusalOf(response) {

@@ -44,6 +44,7 @@ class MessageView {
       this.holder.prepend(this.details);
     }
     if (this.thought) this.updateThought(node, going);
+    if (this.odds && (going || this.odds.of !== node.text)) this.showOdds(null);
     this.body.set(node.text, !going);
     this.holder.classList.toggle('writing', !!going && !!node.text);
     if (node.sources !== this.shown) this.sources.replaceChildren(...(this.shown = node.sources) ? [sourcesNode(node.sources)] : []);
@@ -81,6 +82,11 @@ class MessageView {
     }
     if (node.beside !== undefined && !busy && !pathOf(this.chat).includes(this.index))
       parts.push(act('useThis', 'done', () => { this.chat.at = lastLeaf(this.chat, this.index); saveChat(this.chat); showChat(this.chat); }));
+    if (node.role === 'assistant' && !busy && node.text) {
+      const button = act('odds', 'chart', () => this.toggleOdds(button));
+      button.setAttribute('aria-pressed', String(!!this.odds));
+      parts.push(button);
+    }
     if (node.role === 'user' && !busy) parts.push(act('edit', 'edit', () => this.edit()));
     if (node.role === 'assistant' && !busy) parts.push(act('again', 'again', () => answerAgain(this.chat, this.index)));
     const spent = node.seconds - node.first, stats = node.model ? [node.model] : [];
@@ -88,6 +94,29 @@ class MessageView {
     if (node.tokens > 1 && spent > 0) stats.push(t('rate', round((node.tokens - 1) / spent)));
     if (stats.length) parts.push(h('span', {class: 'stats', title: node.tokens && t('first', round(node.first || 0))}, stats.join(' · ')));
     this.row.replaceChildren(...parts);
+  }
+  // The answer with its tokens coloured by their probability, instead of its Markdown; null: the Markdown.
+  showOdds(odds) {
+    if (this.odds) this.odds.node.remove();
+    this.odds = odds;
+    if (odds) this.holder.append(odds.node);
+    this.body.node.classList.toggle('hidden', !!odds);
+  }
+  async toggleOdds(button) {
+    if (this.odds) {
+      this.showOdds(null);
+    } else {
+      const text = this.said.text;
+      button.disabled = true;
+      try {
+        const odds = new OddsView(await oddsOf(this.chat, this.index));
+        odds.of = text;
+        this.showOdds(odds);
+      } catch (fault) {
+        toast(messageOf(fault.told || 'offline'));
+      }
+    }
+    this.update();
   }
   edit() {
     const area = h('textarea', {dir: 'auto', 'aria-label': t('edit')}), before = [...this.node.childNodes];

@@ -15,6 +15,8 @@ function openSettings(focus) {
   const dialog = $('settings'), button = (name, act, kind = 'plain') => h('button', {class: kind, type: 'button', onclick: act}, t(name));
   const system = h('textarea', {id: 'system', dir: 'auto', oninput: e => { settings.system = e.target.value; saveSettings(); }});
   system.value = settings.system;
+  const stops = h('textarea', {id: 'stops', dir: 'auto', oninput: e => { settings.stops = e.target.value; saveSettings(); }});
+  stops.value = settings.stops;
   const key = h('input', {id: 'key', type: 'password', autocomplete: 'off', oninput: e => { settings.key = e.target.value.trim(); saveSettings(); }, onchange: checkServer});
   key.value = settings.key;
   const fields = Object.entries(SAMPLING).map(([name, [min, max, step]]) => {
@@ -36,13 +38,14 @@ function openSettings(focus) {
     dialog.close();
   }, 'plain danger');
   removeAll.disabled = chats.size === 0;
-  const keys = [['Enter', 'kSend'], ['Shift Enter', 'kLine'], ['Esc', 'kStop'], ['Alt N', 'kNew'], ['Alt S', 'kSide'], ['/', 'kFocus'], ['↑', 'kEdit'], ['Alt ,', 'kSettings']];
+  const keys = [['Enter', 'kSend'], ['Shift Enter', 'kLine'], ['Esc', 'kStop'], ['Alt N', 'kNew'], ['Alt S', 'kSide'], ['Alt K', 'kFind'], ['/', 'kFocus'], ['↑', 'kEdit'], ['Alt ,', 'kSettings']];
   dialog.setAttribute('aria-label', t('settings'));
   dialog.replaceChildren(
     h('div', {class: 'top'}, h('h2', {tabindex: -1, autofocus: true}, t('settings')), h('button', {class: 'icon', type: 'button', title: t('close'), 'aria-label': t('close'), onclick: () => dialog.close()}, icon('close'))),
     h('div', {class: 'in'},
       h('h3', {}, h('label', {for: 'system'}, t('system'))), system, h('small', {}, t('systemHelp')),
       h('h3', {}, t('sampling')), h('div', {class: 'grid'}, ...fields), h('small', {}, t('samplingHelp')),
+      h('h3', {}, h('label', {for: 'stops'}, t('stops'))), stops, h('small', {}, t('stopsHelp')),
       h('div', {class: 'pair'},
         h('div', {}, h('h3', {}, t('look')), chooser('theme', [['auto', t('auto')], ['light', t('light')], ['dark', t('dark')]])),
         h('div', {}, h('h3', {}, t('language')), chooser('language', [['auto', t('auto')], ['en', 'English'], ['zh', '中文']]))),
@@ -74,6 +77,8 @@ function applyLook() {
   $('docs').setAttribute('aria-label', t('docs'));
   $('input').placeholder = t('ask');
   $('input').setAttribute('aria-label', t('ask'));
+  $('find').placeholder = t('find');
+  $('find').setAttribute('aria-label', t('find'));
   $('hint').textContent = t('hint');
   $('greeting').textContent = t('greeting');
   $('about').textContent = t('about');

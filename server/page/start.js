@@ -9,6 +9,7 @@ document.addEventListener('keydown', e => {
   on(e.key === 'Escape' && phone.matches, closeOnPhone);
   on(alt && e.code === 'KeyN', newChat);
   on(alt && e.code === 'KeyS', toggleSide);
+  on(alt && e.code === 'KeyK', () => { document.body.classList.remove('closed'); $('find').select(); });
   on(alt && e.code === 'Comma', () => openSettings());
   on(e.key === '/' && !typing, () => $('input').focus());
 });

@@ -4,8 +4,9 @@
 const PREFIX = 'warp:';
 const STARTERS = JSON.parse(document.documentElement.dataset.starters).map(text => ['bulb', text]); // the server's
 const HAS_DOCS = document.documentElement.dataset.docs === '1';
-const SETTINGS = {theme: 'auto', language: 'auto', system: '', key: '', model: '', beside: '', think: document.documentElement.dataset.think === '1', docs: true, sampling: {}};
-const SAMPLING = {temperature: [0, 2, .1], top_p: [.01, 1, .01], top_k: [0, 1000, 1], presence_penalty: [-2, 2, .1], max_tokens: [1, 1e6, 1], seed: [0, 2 ** 53 - 1, 1]};
+const SETTINGS = {theme: 'auto', language: 'auto', system: '', key: '', model: '', beside: '', stops: '', think: document.documentElement.dataset.think === '1', docs: true, sampling: {}};
+const SAMPLING = {temperature: [0, 2, .1], top_p: [.01, 1, .01], top_k: [0, 1000, 1], min_p: [0, 1, .01], presence_penalty: [-2, 2, .1], frequency_penalty: [-2, 2, .1],
+                  repetition_penalty: [.01, 100, .1], max_tokens: [1, 1e6, 1], seed: [0, 2 ** 53 - 1, 1]};
 
 let store;
 try {

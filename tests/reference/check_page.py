@@ -8,7 +8,7 @@ A conversation with ./serve; stop, reload, edit, answer again, export and import
 which gives the page as ./serve does, and says what we want: attempts to become HTML or to run a script, Markdown of every
 kind, errors, 10,000 tokens. Needs Python's standard library only. Ends with status 1 at the first thing that is wrong.
 """
-import argparse, base64, http.server, json, os, re, struct, subprocess, sys, tempfile, threading, time, urllib.request
+import argparse, base64, http.server, json, math, os, re, struct, subprocess, sys, tempfile, threading, time, urllib.request
 
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 
@@ -83,7 +83,7 @@ class Browser:
 
     def key(self, key, code=None, modifiers=0, text=None):
         base = dict(key=key, code=code or key, modifiers=modifiers,
-                    windowsVirtualKeyCode={"Enter": 13, "Escape": 27, "ArrowUp": 38}.get(key, ord(key[0].upper())))
+                    windowsVirtualKeyCode={"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "ArrowRight": 39}.get(key, ord(key[0].upper())))
         self.call("Input.dispatchKeyEvent", type="keyDown", **base, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **base)
 
@@ -675,6 +675,95 @@ def full_context(b, o):
         server.kill()
 
 
+def odds(b, url, shots):
+    """The probabilities of an answer's tokens are those that the server reports for the answer."""
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("model.name === 'model.bin'")
+    how = {"temperature": 0, "max_tokens": 60}
+    b.js(f"settings.sampling = {json.dumps(how)}; saveSettings()")
+    for question in ("What is a warp?", "什么是共享内存？"):
+        b.say(question)
+        b.js("[...document.querySelectorAll('.row [aria-label=\"Probabilities of the tokens\"]')].at(-1).click()")
+        b.wait("!!document.querySelector('.said:last-child .odds')")
+        text = b.js("current.nodes[current.at].text")
+        check(b.js("document.querySelector('.said:last-child .odds').textContent") == text, "the tokens are the answer")
+        history = b.js("requestFor(current, current.at, false).messages")
+        body = json.dumps({"messages": history, **how, "logprobs": True, "top_logprobs": 6}).encode()
+        told = json.load(urllib.request.urlopen(urllib.request.Request(url + "v1/chat/completions", body, {"Content-Type": "application/json"})))
+        wanted = [w for w in told["choices"][0]["logprobs"]["content"] if w["token"] != "<|im_end|>"]
+        got = b.js("oddsOf(current, current.at)")
+        check(told["choices"][0]["message"]["content"] == text and len(got) == len(wanted), f"{len(got)} tokens, not {len(wanted)}")
+        for g, w in zip(got, wanted):
+            check(g["text"] == w["token"] and abs(g["p"] - math.exp(w["logprob"])) < 1e-3, f"{g}, not {w['token']} {w['logprob']}")
+            others = [t for t in w["top_logprobs"] if t["token"] != w["token"]][:len(g["others"])]
+            check(all(abs(p - math.exp(t["logprob"])) < 1e-3 for (_, p), t in zip(g["others"], others)), f"alternatives: {g}, not {w}")
+    unlikely = "A warp is a group of 17 zebras 🙂 of one block. They execute an instruction together."
+    b.js("newChat()")
+    b.js(f"importChats(new File([JSON.stringify({{messages: [{{role: 'user', content: 'What is a warp?'}}, {{role: 'assistant', content: {json.dumps(unlikely)}}}]}})], 'x.json'))")
+    b.wait("chats.size === 2")
+    b.js("showChat([...chats.values()].find(c => c.nodes[1].text.includes('zebras'))); document.querySelector('.row [aria-label=\"Probabilities of the tokens\"]').click()")
+    b.wait("!!document.querySelector('.odds')")
+    spans = b.js("[...document.querySelectorAll('.odds > span')].map(n => [n.textContent, n.className])")
+    check("".join(text for text, _ in spans) == unlikely, f"the tokens are the answer: {spans}")
+    number = next(n for n, (text, _) in enumerate(spans) if "17" in text or text.endswith("1"))
+    check(spans[number][1] == "p0" and [c for _, c in spans[:number]].count("p4") >= 4, f"colours: {spans}")
+    b.js(f"document.querySelectorAll('.odds > span')[{number}].click()")
+    said = b.js("document.querySelector('.panel').innerText")
+    check(said.count("%") in (5, 6) and said.startswith("3\n"), "a token and its alternatives: " + said)
+    first = b.js("document.querySelector('.panel').innerText")
+    b.js("document.querySelector('.odds').focus()")
+    b.key("ArrowRight")
+    check(b.js("document.querySelector('.panel').innerText") != first and b.js("document.querySelectorAll('.odds .chosen').length") == 1, "the next token by a key")
+    b.js("document.getElementById('scroll').scrollTop = 0")
+    b.shot(shots + "/odds.png")
+    check(b.js("{ const joined = joinBytes('a🙂b', [['a', .5], ['\\ufffd', .5], ['\\ufffd', .5], ['b', 1]].map(([text, p]) => ({text, p, others: []})));"
+               "joined.map(j => j.text + j.p).join(' ') }") == "a0.5 🙂0.25 b1", "parts of a character")
+    b.js("[...document.querySelectorAll('.row [aria-pressed=true]')].forEach(n => n.click())")
+    check(b.js("document.querySelectorAll('.odds').length === 0 && document.querySelectorAll('.md.text:not(.hidden)').length") == 1, "back to Markdown")
+    b.js("settings.sampling = {min_p: 0.1, frequency_penalty: 0.5, repetition_penalty: 1.1}; settings.stops = 'thread\\n\\nblock'; saveSettings(); newChat()")
+    body = b.js("requestFor({nodes: [{parent: -1, role: 'user', text: 'a'}, {parent: 0, role: 'assistant', text: ''}], at: 1}, 1, false)")
+    check((body["min_p"], body["frequency_penalty"], body["repetition_penalty"], body["stop"]) == (0.1, 0.5, 1.1, ["thread", "block"]), f"samplers: {body}")
+    b.say("What is a warp?")
+    check("thread" not in last_text(b) and b.js("current.nodes[1].finish") == "stop", "a stop string: " + last_text(b))
+    b.js("settings.sampling = {}; settings.stops = ''; saveSettings()")
+
+
+def search(b, url, shots):
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("chats.size === 0")
+    b.js("""importChats(new File(['{"messages": [{"role": "user", "content": "A first question"}, {"role": "assistant", "content": "Zebras have <b>stripes</b>."}]}\\n' +
+            '{"messages": [{"role": "user", "content": "About zebras"}]}\\n{"messages": [{"role": "user", "content": "第三个问题"}]}'], 'x.jsonl'))""")
+    b.wait("chats.size === 3")
+    titles = lambda: sorted(b.js("[...document.querySelectorAll('.chat > button:first-child')].map(n => n.firstChild.data)"))
+    check(b.js("document.querySelectorAll('.found').length") == 0, "without a search no places")
+    b.key("k", "KeyK", modifiers=1)
+    check(b.js("document.activeElement.id") == "find", "Alt K")
+    b.type("ZEBRAS")
+    check(titles() == ["A first question", "About zebras"], f"found: {titles()}")
+    check(b.js("document.querySelector('.found').textContent") == "Zebras have <b>stripes</b>." and b.js("document.querySelector('.found b') === null"), "the place")
+    b.shot(shots + "/search.png")
+    b.type(" stripes")
+    check(titles() == ["A first question"], "all words")
+    b.key("ArrowDown")
+    check(b.js("document.activeElement.firstChild.data") == "A first question", "to what is found")
+    b.key("ArrowUp")
+    b.key("Enter", text="\r")
+    check(b.js("current.title") == "A first question", "Enter opens the first")
+    b.type("x")
+    check(titles() == [] and "No conversation has these words." in b.js("document.getElementById('chats').innerText"), "nothing is found")
+    b.key("Escape")
+    check(len(titles()) == 3 and b.js("document.activeElement.id") == "input", "Escape ends the search")
+    b.js("document.getElementById('find').focus()")
+    b.type("第三")
+    check(titles() == ["第三个问题"], "Chinese")
+
+
 def documents(b, o, folder):
     """A server with documents, one of which is hostile: the switch, the sources, and that they stay."""
     docs = os.path.join(folder, "docs")
@@ -742,6 +831,8 @@ def main():
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
                               ("models", lambda: models(browser, o, folder)),
                               ("a full context", lambda: full_context(browser, o)),
+                              ("probabilities and samplers", lambda: odds(browser, Fake.real, o.shots)),
+                              ("search", lambda: search(browser, Fake.real, o.shots)),
                               ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
                               ("formulas", lambda: formulas(browser, own, o.shots)),
