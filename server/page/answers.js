@@ -14,8 +14,9 @@ async function call(path, options = {}) {
 }
 
 // A question, as a new branch behind `parent`, and its answer, or two of them.
-function ask(chat, parent, text) {
+function ask(chat, parent, text, files = []) {
   const question = addNode(chat, parent, 'user', text), other = besideModel();
+  if (files.length) chat.nodes[question].files = files;
   if (!chat.title) chat.title = titleOf(text);
   chats.set(chat.id, chat);
   stick = true;
@@ -104,7 +105,7 @@ async function answer(chat, index, name) {
 function requestFor(chat, index, onward) {
   const messages = [], path = pathTo(chat, index), read = path.slice(droppedOf(chat, path), onward ? undefined : -1);
   if (settings.system.trim()) messages.push({role: 'system', content: settings.system});
-  messages.push(...read.map(i => ({role: chat.nodes[i].role, content: chat.nodes[i].text})));
+  messages.push(...read.map(i => ({role: chat.nodes[i].role, content: contentOf(chat.nodes[i])})));
   const body = {messages, stream: true, stream_options: {include_usage: true}, chat_template_kwargs: {enable_thinking: settings.think && !onward}};
   const {name} = modelOf(chat.nodes[index]);
   if (name) body.model = name;

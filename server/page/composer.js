@@ -21,7 +21,9 @@ function send(text) {
   $('input').value = '';
   grow();
   const chat = current || {id: newId(), title: '', created: Date.now(), updated: Date.now(), nodes: [], at: -1};
-  ask(chat, chat.at, text.trim());
+  ask(chat, chat.at, text.trim(), attached);
+  attached = [];
+  showFiles();
 }
 $('input').addEventListener('input', () => { grow(); showComposer(); });
 $('input').addEventListener('keydown', e => {

@@ -78,7 +78,7 @@ const phone = matchMedia('(max-width: 760px)');
 function closeOnPhone() { if (phone.matches) document.body.classList.add('closed'); }
 
 const lineOf = chat => JSON.stringify({title: chat.title, messages: pathOf(chat).map(i => chat.nodes[i]).map(n =>
-  n.thought ? {role: n.role, content: n.text, reasoning_content: n.thought} : {role: n.role, content: n.text}), ...chat}) + '\n';
+  n.thought ? {role: n.role, content: n.text, reasoning_content: n.thought} : {role: n.role, content: contentOf(n)}), ...chat}) + '\n';
 function exportChats(list, name) {
   const url = URL.createObjectURL(new Blob(list.map(lineOf), {type: 'application/jsonl'}));
   h('a', {href: url, download: name.replace(/[^\p{L}\p{N} _-]/gu, '').trim().slice(0, 60) + '.jsonl'}).click();

@@ -15,6 +15,7 @@ class MessageView {
     const node = chat.nodes[index];
     this.node = h('article', {class: 'said ' + node.role});
     if (node.role === 'user') {
+      if (node.files) this.node.append(filesNode(node.files));
       this.node.append(h('div', {class: 'text', dir: 'auto'}, node.text), this.row);
     } else {
       this.thought = null;
@@ -127,7 +128,7 @@ class MessageView {
       if (!text || live.has(this.chat.id)) return;
       back();
       if (text === this.said.text) return;
-      ask(this.chat, this.said.parent, text);
+      ask(this.chat, this.said.parent, text, this.said.files);
     };
     area.addEventListener('keydown', e => {
       if (e.isComposing) return;

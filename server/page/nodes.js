@@ -20,7 +20,7 @@ const ICONS = { // of 24 x 24
   moon: 'M20 14.5A8.5 8.5 0 0 1 9.5 4a8.5 8.5 0 1 0 10.5 10.5z',
   book: 'M5 4h11a3 3 0 0 1 3 3v13H8a3 3 0 0 1-3-3zM5 17a3 3 0 0 1 3-3h11',
   bulb: 'M9 18h6M10 21h4M12 3a6 6 0 0 0-3.5 10.9V16h7v-2.1A6 6 0 0 0 12 3z',
-  beside: 'M4 5h7v14H4zM14 5h6v14h-6z', chart: 'M5 20v-6M10 20V4M15 20v-9M20 20v-4', code: 'M8 7l-5 5 5 5M16 7l5 5-5 5', table: 'M4 5h16v14H4zM4 10h16M10 5v14',
+  beside: 'M4 5h7v14H4zM14 5h6v14h-6z', chart: 'M5 20v-6M10 20V4M15 20v-9M20 20v-4', page: 'M6 3h8l4 4v14H6zM14 3v4h4', clip: 'M19 11l-7.5 7.5a4.6 4.6 0 0 1-6.5-6.5L13 4a3 3 0 0 1 4.3 4.3L9.5 16a1.4 1.4 0 0 1-2-2L14 7.5', code: 'M8 7l-5 5 5 5M16 7l5 5-5 5', table: 'M4 5h16v14H4zM4 10h16M10 5v14',
 };
 function svg(size, box, ...parts) {
   const make = (tag, props) => {
@@ -49,7 +49,7 @@ function toast(text, action, act) {
   $('toast').replaceChildren(h('span', {}, text));
   if (action) $('toast').append(h('button', {type: 'button', onclick: () => { $('toast').classList.add('hidden'); act(); }}, action));
   $('toast').classList.remove('hidden');
-  toastTimer = setTimeout(() => $('toast').classList.add('hidden'), action ? 8000 : 3000);
+  toastTimer = setTimeout(() => $('toast').classList.add('hidden'), action || text.length > 60 ? 8000 : 3000);
 }
 
 async function copy(text, button) {

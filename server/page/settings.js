@@ -68,9 +68,9 @@ function applyLook() {
   const label = (id, name) => { $(id).title = t(name); $(id).setAttribute('aria-label', t(name)); };
   $('new').replaceChildren(icon('add'), t('new'));
   $('open-settings').replaceChildren(icon('gear'), t('settings'));
-  for (const [id, name] of [['toggle', 'menu'], ['new-small', 'add'], ['down', 'down']]) $(id).replaceChildren(icon(name));
+  for (const [id, name] of [['toggle', 'menu'], ['new-small', 'add'], ['down', 'down'], ['attach', 'clip']]) $(id).replaceChildren(icon(name));
   $('theme').replaceChildren(icon(isDark() ? 'sun' : 'moon'));
-  for (const [id, name] of [['theme', 'theme'], ['toggle', 'toggle'], ['new-small', 'new'], ['down', 'bottom'], ['think', 'thinkHelp'], ['docs', 'docsHelp']]) label(id, name);
+  for (const [id, name] of [['theme', 'theme'], ['toggle', 'toggle'], ['new-small', 'new'], ['down', 'bottom'], ['attach', 'attach'], ['think', 'thinkHelp'], ['docs', 'docsHelp']]) label(id, name);
   $('think').replaceChildren(icon('bulb', 16), t('think'));
   $('think').setAttribute('aria-label', t('think'));
   $('docs').replaceChildren(icon('book', 16), t('docs'));

@@ -42,6 +42,10 @@ const number = (x, otherwise = 0) => Number.isFinite(x) ? x : otherwise;
 const cleanSources = raw => (Array.isArray(raw) ? raw : []).slice(0, 64).filter(s => s && typeof s === 'object').map(s =>
   ({file: string(s.file, 4000), line: number(s.line), heading: string(s.heading, 4000), text: string(s.text, 20000)}));
 
+// The files of a question.
+const MOST_FILES = 8, FILE_BYTES = 4e6;
+const cleanFiles = raw => raw.slice(0, MOST_FILES).filter(f => f && typeof f === 'object').map(f => ({name: string(f.name, 200), text: string(f.text, FILE_BYTES)}));
+
 // A conversation read from a file or the store, of any content; null: invalid.
 function cleanChat(raw) {
   if (!raw || typeof raw !== 'object') return null;
@@ -57,6 +61,7 @@ function cleanChat(raw) {
     const thought = string(tree ? m.thought : m.reasoning_content);
     if (thought) node.thought = thought;
     for (const name of ['tokens', 'seconds', 'first', 'mused', 'used', 'beside', 'dropped']) if (Number.isFinite(m[name])) node[name] = m[name];
+    if (Array.isArray(m.files) && m.files.length) node.files = cleanFiles(m.files);
     if (Array.isArray(m.sources)) node.sources = cleanSources(m.sources);
     for (const name of ['finish', 'error', 'model']) if (typeof m[name] === 'string') node[name] = m[name].slice(0, 2000);
     chat.nodes.push(node);

@@ -3,6 +3,7 @@
 
     apt-get install chromium fonts-noto-cjk
     python3 tests/reference/check_page.py [--shots FOLDER] [--serve ./serve] [--model data/tiny/model.bin]
+    python3 tests/reference/check_page.py --pictures docs
 
 A conversation with ./serve; stop, reload, edit, answer again, export and import; then answers of a server of our own,
 which gives the page as ./serve does, and says what we want: attempts to become HTML or to run a script, Markdown of every
@@ -23,7 +24,7 @@ class Browser:
             os.dup2(a, 3), os.dup2(b, 4)
 
         self.process = subprocess.Popen(
-            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars", "--disable-lcd-text",
              "--disable-background-networking", "--no-first-run", "--lang=en-US", f"--user-data-dir={folder}", "about:blank"],
             preexec_fn=pipes, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(to_browser[0]), os.close(from_browser[1])
@@ -165,6 +166,8 @@ class Fake(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            return self.give(200, json.dumps({"count": len(body["prompt"])}).encode())
         Fake.asked.append((body, self.headers.get("Authorization")))
         word = body["messages"][-1]["content"].split()[0]
         answer = ANSWERS[word]
@@ -574,7 +577,7 @@ def long_answer(b, url, shots):
     check(took < 4000, "no text takes forever")
 
 
-def make_adapter(folder):
+def make_adapter(folder, size=0.05):
     """A LoRA adapter of rank 1 for the queries of the default model: 8 layers of 256 to 256."""
     os.makedirs(folder)
     with open(folder + "/adapter_config.json", "w") as f:
@@ -583,7 +586,7 @@ def make_adapter(folder):
     header = json.dumps({name: {"dtype": "F32", "shape": [1, 256] if "_A" in name else [256, 1], "data_offsets": [1024 * i, 1024 * (i + 1)]}
                          for i, name in enumerate(names)}).encode()
     with open(folder + "/adapter_model.safetensors", "wb") as f:
-        f.write(struct.pack("<Q", len(header)) + header + struct.pack("<4096f", *([0.05, -0.05] * 2048)))
+        f.write(struct.pack("<Q", len(header)) + header + struct.pack("<4096f", *([size, -size] * 2048)))
     return folder
 
 
@@ -764,6 +767,47 @@ def search(b, url, shots):
     check(titles() == ["第三个问题"], "Chinese")
 
 
+def files(b, url, shots):
+    """Files that are dropped, pasted or chosen go with the question; others are refused by name."""
+    ANSWERS["notes.md:"] = ANSWERS["again"] = "Seen."
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("model.limit > 0")
+    b.js("""{ const data = new DataTransfer();
+               data.items.add(new File(['A zebra <img src=x onerror=window.hit=70>\\n```\\ncode\\n```\\n'], 'notes.md'));
+               document.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})) }""")
+    b.wait("document.querySelectorAll('#files .file').length === 1")
+    b.js("""{ const data = new DataTransfer(); data.items.add(new File(['second'], '<b>.txt'));
+               document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true})) }""")
+    b.wait("document.querySelectorAll('#files .file').length === 2")
+    for name, content, said in [("x.pdf", "new Uint8Array([37, 80, 68, 70, 45, 255])", "no text"), ("y.pdf", "'%PDF-1.4'", "no text"), ("z.docx", "'PK\\x03\\x04\\0'", "no text"),
+                                ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB")]:
+        b.js(f"attach([new File([{content}], '{name}')])")
+        b.wait(f"document.getElementById('toast').innerText.includes('{name}: ')")
+        check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
+    b.js("model = {...model, limit: 1000}; attach([new File(['x '.repeat(2000)], 'long.txt')])")
+    b.wait("document.getElementById('toast').innerText.includes('long.txt: 4,000 tokens; a file may have half of the context, 500.')")
+    check(b.js("attached.length") == 2, "what is refused is not attached")
+    b.shot(shots + "/files.png")
+    b.js("document.querySelector('#files .file:last-child button').click()")
+    b.say("Which animal?")
+    body, _ = Fake.asked[-1]
+    content = "notes.md:\n````\nA zebra <img src=x onerror=window.hit=70>\n```\ncode\n```\n````\n\nWhich animal?"
+    check(body["messages"] == [{"role": "user", "content": content}], f"the message: {body['messages']}")
+    check(b.js("attached.length === 0 && document.querySelectorAll('#files .file').length === 0"), "the next question has no files")
+    b.reload()
+    b.wait("document.querySelectorAll('.user .file').length === 1")
+    b.click(".user .file summary")
+    check("A zebra <img" in b.js("document.querySelector('.user .file pre').innerText") and b.js("window.hit ?? null") is None, "a file's text is text")
+    b.shot(shots + "/file.png")
+    check(json.loads(b.js("lineOf(current)"))["messages"][0]["content"] == content, "an export has it")
+    b.say("again")
+    check(Fake.asked[-1][0]["messages"][0]["content"] == content, "later questions have it, too")
+    b.js("store.clear()")
+
+
 def documents(b, o, folder):
     """A server with documents, one of which is hostile: the switch, the sources, and that they stay."""
     docs = os.path.join(folder, "docs")
@@ -804,6 +848,48 @@ def documents(b, o, folder):
         server.kill()
 
 
+def pictures(b, o, folder):
+    """The pictures of docs/server.md."""
+    server, url = serve(o, "--adapter", "my-adapter=" + make_adapter(folder + "/my-adapter", 0.4), "--ctx", "384")
+    try:
+        b.look(width=860, height=520)
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("models.length === 2")
+        chat = lambda question, answer: json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        softmax = ("Softmax turns scores $x$ into probabilities: $$p_i = \\frac{e^{x_i - m}}{\\sum_{j=1}^{n} e^{x_j - m}}, \\quad m = \\max_j x_j$$\n\n"
+                   "Without \\(m\\), $e^{x_i}$ overflows. Its gradient is \\[\\frac{\\partial p_i}{\\partial x_j} = p_i (\\delta_{ij} - p_j)\\]")
+        b.js(f"importChats(new File([{json.dumps(chat('What is softmax?', softmax))} + '\\n' +"
+             f"{json.dumps(chat('What is a warp?', 'A warp is a group of 17 threads of one block that execute an instruction together.'))}], 'x'))")
+        b.wait("chats.size === 2")
+        b.js("settings.sampling = {max_tokens: 60, temperature: 0}; saveSettings()")
+        show = lambda word: b.js(f"showChat([...chats.values()].find(c => c.nodes[1].text.includes('{word}'))); $('toast').classList.add('hidden')")
+        show("Softmax")
+        b.wait("document.querySelectorAll('math').length === 5")
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-formulas.png")
+        show("17 threads")
+        b.click("[aria-label='Probabilities of the tokens']")
+        b.wait("!!document.querySelector('.odds')")
+        b.js("[...document.querySelectorAll('.odds > span')].find(n => n.className === 'p0').click()")
+        b.shot(o.pictures + "/page-probabilities.png")
+        b.js("toggleSide(); newChat(); chooseModel('beside', 'my-adapter'); settings.sampling.max_tokens = 45")
+        b.say("What is shared memory?")
+        b.click("#model")
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-models.png")
+        b.js("settings.sampling.max_tokens = 60; openModels(false); chooseModel('beside', ''); newChat()")
+        for question in ("What is a warp?", "What is a block?", "What is shared memory?", "What is a grid?", "What is CUDA?", "What is a kernel?"):
+            b.say(question)
+        b.js("document.querySelector('.note.line').scrollIntoView({block: 'center'})")
+        b.shot(o.pictures + "/page-context.png")
+        b.js("toggleSide(); newChat(); attach([new File(['# Notes'], 'notes.md')]); $('find').value = 'warp'; showList()")
+        b.shot(o.pictures + "/page-search.png")
+    finally:
+        server.kill()
+
+
 def serve(o, *options):
     """A server with our own model, and its address."""
     server = subprocess.Popen([o.serve, o.model, "--port", "0", *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -817,6 +903,7 @@ def main():
     parser.add_argument("--shots", default="build/page")
     parser.add_argument("--serve", default="./serve")
     parser.add_argument("--model", default="data/tiny/model.bin")
+    parser.add_argument("--pictures", help="only write the pictures of docs/server.md there")
     o = parser.parse_args()
     os.makedirs(o.shots, exist_ok=True)
     server, Fake.real = serve(o)
@@ -828,6 +915,8 @@ def main():
             threading.Thread(target=fake.serve_forever, daemon=True).start()
             own = f"http://127.0.0.1:{fake.server_port}/"
             browser = Browser(folder)
+            if o.pictures:
+                return pictures(browser, o, folder)
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
                               ("models", lambda: models(browser, o, folder)),
                               ("a full context", lambda: full_context(browser, o)),
@@ -836,6 +925,7 @@ def main():
                               ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
                               ("formulas", lambda: formulas(browser, own, o.shots)),
+                              ("files", lambda: files(browser, own, o.shots)),
                               ("Markdown, errors, settings, export and import", lambda: markdown(browser, own, o.shots, folder)),
                               ("phone, Chinese", lambda: looks(browser, own, o.shots)),
                               ("10,000 tokens", lambda: long_answer(browser, own, o.shots))]:
