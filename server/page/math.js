@@ -6,21 +6,24 @@ const TEMML = window.trustedTypes // the only address that a script may be loade
   ? trustedTypes.createPolicy('math', {createScriptURL: () => 'temml.js'}).createScriptURL('') : 'temml.js';
 const NONCE = document.currentScript.nonce;
 const drawnFormulas = new Map(); // by TeX and size; null: refused
-let waitingFormulas = [], temmlAsked = false;
+let waitingFormulas = [], temmlState = ''; // asked; failed
 
 function formula(tag, tex, display) {
   const node = h(tag, {class: display ? 'math display' : 'math'}, tex);
   if (window.temml) drawFormula(node, tex, display);
-  else waitingFormulas.push([node, tex, display]), loadTemml();
+  else if (temmlState !== 'failed') waitingFormulas.push([node, tex, display]), loadTemml();
   return node;
 }
 function loadTemml() {
-  if (temmlAsked) return;
-  temmlAsked = true;
+  if (temmlState) return;
+  temmlState = 'asked';
   const script = h('script', {onload: () => {
     for (const [node, tex, display] of waitingFormulas) drawFormula(node, tex, display);
     waitingFormulas = [];
     toEnd();
+  }, onerror: () => {
+    waitingFormulas = [];
+    temmlState = 'failed'; // until the next visit
   }});
   script.nonce = NONCE;
   script.src = TEMML;

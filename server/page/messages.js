@@ -114,7 +114,7 @@ class MessageView {
         odds.of = text;
         this.showOdds(odds);
       } catch (fault) {
-        toast(messageOf(fault.told || 'offline'));
+        toast(messageOf(fault.told || fault.message));
       }
     }
     this.update();

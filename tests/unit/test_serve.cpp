@@ -1582,7 +1582,8 @@ TEST_CASE("the page to chat on: headers, title, a number of its own each time") 
     CHECK(script.status == 200);
     CHECK(script.headers.at("content-type") == "text/javascript; charset=utf-8");
     CHECK(script.headers.at("x-content-type-options") == "nosniff");
-    CHECK(script.body == read_file("server/page/temml.min.js"));
+    const std::string licence = read_file("server/page/LICENSE-temml");
+    CHECK(script.body == "/*\n" + licence + "*/\n" + read_file("server/page/temml.min.js"));
     for (const char* path : {"/", "/temml.js"})
         check_refused(server.post(path, "{}", "Authorization: Bearer a-key\r\n"), 405, "GET");
     Http strange(server.port);
