@@ -3,7 +3,7 @@ const NO_MODEL = {name: '', limit: 0, parent: ''};
 let models = [];      // of /v1/models
 let model = NO_MODEL; // the one that answers
 const modelCalled = name => models.find(m => m.name === name);
-const modelOf = node => modelCalled(node.model) || model; // that gave an answer, if it is still there
+const modelOf = node => modelCalled(node.model) || model; // the one that gave an answer, if it is still there
 const besideModel = () => settings.beside !== model.name && modelCalled(settings.beside) || null;
 
 async function call(path, options = {}) {
@@ -123,7 +123,7 @@ function requestFor(chat, index, onward) {
 async function makeRoom(chat, index, request, limit, full) {
   const {messages} = request, system = messages[0].role === 'system' ? 1 : 0;
   const most = limit - Math.min(request.max_tokens || limit, limit / 4) - (request.use_documents ? limit / 4 : 0);
-  const bytes = messages.reduce((sum, m) => sum + new TextEncoder().encode(m.content).length + 16, 0); // a token has one or more
+  const bytes = messages.reduce((sum, m) => sum + new TextEncoder().encode(m.content).length + 16, 0); // no fewer than their tokens
   if (!limit || (bytes <= most && !full)) return;
   const before = messages.length;
   for (let used = await countTokens(request), bound = most; used > bound && messages.length > system + 2; bound = limit / 2) {
