@@ -184,11 +184,20 @@ $(BUILD)/qwen3_single.cu: capi/single.awk $(shell git ls-files '*.h' 2>/dev/null
 	@mkdir -p $(BUILD)
 	@awk -f $< $(SINGLE) > $@ && echo "built     $@"
 
-# The page to chat on, as a string of C++.
-$(BUILD)/chat_page.inc: server/chat.html
+# The page to chat on, as a string of C++: page.html with each line {{FILE}} replaced by server/page/FILE. Beside it the
+# script that draws its formulas, below its licence, as numbers: it has characters that g++ warns of.
+$(BUILD)/chat_page.inc: $(wildcard server/page/*)
 	@mkdir -p $(BUILD)
-	@{ printf 'R"page('; cat $<; printf ')page"\n'; } > $@
-$(B)/server/http/room.o: $(BUILD)/chat_page.inc
+	@{ printf 'R"page(' && awk '/^[{][{][a-z]*[.][a-z]*[}][}]$$/ { \
+	    file = "server/page/" substr($$0, 3, length - 4); \
+	    for (n = 0; (got = getline line < file) > 0; n++) print line; \
+	    if (n == 0 || got < 0) { print file ": cannot be read" > "/dev/stderr"; exit 1 } \
+	    next \
+	  } {print}' server/page/page.html && printf ')page"\n'; } > $@.new && mv $@.new $@
+$(BUILD)/temml.inc: server/page/LICENSE-temml server/page/temml.min.js
+	@mkdir -p $(BUILD)
+	@{ echo '/*' && cat $< && echo '*/' && cat $(lastword $^); } | od -An -v -tu1 | sed 's/[0-9][0-9]*/&,/g' > $@.new && mv $@.new $@
+$(B)/server/http/room.o: $(BUILD)/chat_page.inc $(BUILD)/temml.inc
 
 # The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
 libqwen3.so: $(B)/libqwen3.so

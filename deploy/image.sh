@@ -20,7 +20,7 @@ build)
     cp qwen3 serve tokenizer.bin "$2/bin/"
     cp data/datagen/jieba.bin "$2/bin/data/datagen/" # for --docs
     cp data/tiny/model.bin data/tiny/tokenizer.bin "$2/tiny/"
-    cp LICENSE LICENSE-tokenizer "$2/"
+    cp LICENSE LICENSE-tokenizer server/page/LICENSE-temml "$2/"
     # The packages of their libraries. (Names differ between releases.)
     ldd "$2/bin/qwen3" "$2/bin/serve" | awk '$3 ~ "^/" {print $3}' | sort -u | while read -r library; do
         dpkg-query -S "*/$(basename "$(readlink -f "$library")")"

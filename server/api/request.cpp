@@ -167,11 +167,22 @@ std::string request_name(const Fields& f) {
     return name.empty() ? format("%016llx", (unsigned long long)random_bits()) : name;
 }
 
+Refusal no_such_model(const Service& service) {
+    constexpr size_t MOST = 20;
+    const auto adapters = service.adapters->now();
+    std::string names = service.name;
+    size_t listed = 0;
+    for (auto& [name, adapter] : adapters)
+        if (listed < MOST) names += ", " + name, listed++;
+    if (adapters.size() > listed) names += format(" and %zu more (/v1/models)", adapters.size() - listed);
+    return Refusal(404, "no such model; the server has: " + names, "model", "model_not_found");
+}
+
 AdapterPtr asked_adapter(const Service& service, const Fields& f) {
     const std::string model = f.text("model");
     if (model.empty() || model == service.name) return nullptr;
     AdapterPtr adapter = service.adapters->find(model);
-    if (!adapter) throw Refusal(404, "no such model; /v1/models has those that there are", "model", "model_not_found");
+    if (!adapter) throw no_such_model(service);
     return adapter;
 }
 

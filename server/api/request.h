@@ -37,6 +37,9 @@ Job job_from_json(const Service& service, const Fields& f, const Ask& ask, bool 
 // A part of the answer's id: the request's own, or a new one.
 std::string request_name(const Fields& f);
 
+// The refusal of an unknown model's name; it lists the known ones.
+Refusal no_such_model(const Service& service);
+
 // The adapter of the requested model; null: the base model.
 AdapterPtr asked_adapter(const Service& service, const Fields& f);
 

@@ -126,7 +126,8 @@ void Exchange::check_head() {
     }
     const std::string encoding = header("Content-Encoding");
     if (!encoding.empty() && encoding != "identity") throw Refusal(415, "Content-Encoding is not supported");
-    const bool open = known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics"}) == path;
+    const bool open = known(path, {"/", "/temml.js", "/health", "/ping", "/version", "/openapi.json", "/metrics"}) ==
+                      path;
     if (method == "POST" && !open && !takes_no_post()) { // a path that takes no POST is refused for that first
         std::string type = header("Content-Type");
         type.resize(std::min(type.find(';'), type.size()));
@@ -255,7 +256,7 @@ std::string Exchange::route_name() const {
     if (path.compare(0, 11, "/v1/models/") == 0) return "/v1/models/{id}";
     if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
     if (swaps()) return path;
-    return known(path, {"/", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
+    return known(path, {"/", "/temml.js", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
                         "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
                         EMBEDDINGS, PREDICT, "/v1/rerank", "/v2/rerank", "/rerank"});
 }

@@ -105,6 +105,7 @@ static const char OPENAPI[] = R"json({
         {"type": "string"}, {"type": "array", "items": {"type": "string"}}]}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/": {"get": {"security": [], "responses": {"200": {"description": "the chat page, or the course's health", "content": {"text/html": {}, "application/json": {}}},
     "503": {"description": "loading or draining", "content": {"application/json": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/temml.js": {"get": {"security": [], "responses": {"200": {"description": "draws the page's formulas", "content": {"text/javascript": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/openapi.json": {"get": {"security": [], "responses": {"200": {"description": "this document", "content": {"application/json": {}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/ping": {"get": {"security": [], "responses": {"200": {"description": "ready", "content": {"application/json": {}}}, "503": {"description": "loading or draining", "content": {"application/json": {}}},
     "default": {"$ref": "#/components/responses/Error"}}}},

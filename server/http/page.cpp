@@ -1,4 +1,4 @@
-// page.cpp: chat.html, which the Makefile embeds as a string, with its values filled in.
+// page.cpp: the page of server/page/, which the Makefile embeds as a string, with its values filled in.
 #include "base/error.h"
 #include "server/engine/random_bits.h"
 #include "server/http/page.h"
@@ -22,6 +22,11 @@ static std::string escape_html(const std::string& text) {
     return out;
 }
 
+static const unsigned char TEMML[] = {
+#include "build/temml.inc"
+};
+const std::string_view temml_script((const char*)TEMML, sizeof TEMML);
+
 ChatPage::ChatPage(const ServerOptions& o) {
     std::string nonce;
     for (int half = 0; half < 2; half++) nonce += format("%016llx", (unsigned long long)random_bits());
@@ -41,7 +46,7 @@ ChatPage::ChatPage(const ServerOptions& o) {
     }
     policy = "default-src 'none'; script-src 'nonce-" + nonce + "'; style-src 'nonce-" + nonce + "'; "
              "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-             "require-trusted-types-for 'script'; trusted-types 'none'";
+             "require-trusted-types-for 'script'; trusted-types math";
 }
 
 } // namespace server

@@ -6,6 +6,7 @@
 #include "server/api/limits.h"
 #include "server/api/paths.h"
 #include "server/api/prompts.h"
+#include "server/api/request.h"
 #include "server/http/exchange.h"
 #include "server/http/openapi.h"
 #include "server/http/page.h"
@@ -36,6 +37,10 @@ Response Exchange::route() {
         ChatPage page(server.options);
         return {200, std::move(page.html), "text/html; charset=utf-8", {{"Content-Security-Policy", page.policy},
                 {"Cache-Control", "no-store"}, {"Vary", "Accept"}, {"Referrer-Policy", "no-referrer"}}};
+    }
+    if (path == "/temml.js") {
+        only("GET");
+        return {200, std::string(temml_script), "text/javascript; charset=utf-8", {{"Cache-Control", "max-age=86400"}}};
     }
     if (path == "/version") {
         only("GET");
@@ -115,7 +120,7 @@ Response Exchange::list_models() const {
     };
     write(service.name, service.path, 0, false);
     for (auto& [name, adapter] : service.adapters->now()) write(name, adapter->folder, adapter->created, true);
-    if (!told) throw Refusal(404, "no such model", "model", "model_not_found");
+    if (!told) throw no_such_model(service);
     if (path.size() == 10) w.end().end();
     return {200, w.text};
 }

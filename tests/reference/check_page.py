@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""The chat page (chat.html) in a real browser: Chromium without a window, driven by its DevTools protocol over a pipe.
+"""The chat page (server/page) in a real browser: Chromium without a window, driven by its DevTools protocol over a pipe.
 
     apt-get install chromium fonts-noto-cjk
     python3 tests/reference/check_page.py [--shots FOLDER] [--serve ./serve] [--model data/tiny/model.bin]
+    python3 tests/reference/check_page.py --pictures docs
 
 A conversation with ./serve; stop, reload, edit, answer again, export and import; then answers of a server of our own,
 which gives the page as ./serve does, and says what we want: attempts to become HTML or to run a script, Markdown of every
 kind, errors, 10,000 tokens. Needs Python's standard library only. Ends with status 1 at the first thing that is wrong.
 """
-import argparse, base64, http.server, json, os, re, subprocess, sys, tempfile, threading, time, urllib.request
+import argparse, base64, http.server, json, math, os, re, struct, subprocess, sys, tempfile, threading, time, urllib.request
 
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 
@@ -23,7 +24,7 @@ class Browser:
             os.dup2(a, 3), os.dup2(b, 4)
 
         self.process = subprocess.Popen(
-            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
+            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars", "--disable-lcd-text",
              "--disable-background-networking", "--no-first-run", "--lang=en-US", f"--user-data-dir={folder}", "about:blank"],
             preexec_fn=pipes, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.close(to_browser[0]), os.close(from_browser[1])
@@ -83,7 +84,7 @@ class Browser:
 
     def key(self, key, code=None, modifiers=0, text=None):
         base = dict(key=key, code=code or key, modifiers=modifiers,
-                    windowsVirtualKeyCode={"Enter": 13, "Escape": 27, "ArrowUp": 38}.get(key, ord(key[0].upper())))
+                    windowsVirtualKeyCode={"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "ArrowRight": 39}.get(key, ord(key[0].upper())))
         self.call("Input.dispatchKeyEvent", type="keyDown", **base, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **base)
 
@@ -151,9 +152,12 @@ class Fake(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/":
-            with urllib.request.urlopen(self.real) as r:
+            with urllib.request.urlopen(urllib.request.Request(self.real, headers={"Accept": "text/html"})) as r:
                 kept = [(k, v) for k, v in r.headers.items() if k in ("Content-Security-Policy", "X-Content-Type-Options", "Referrer-Policy")]
                 return self.give(200, r.read(), r.headers["Content-Type"], kept)
+        if self.path == "/temml.js":
+            with urllib.request.urlopen(self.real + "temml.js") as r:
+                return self.give(200, r.read(), r.headers["Content-Type"], [("X-Content-Type-Options", "nosniff")])
         if self.path == "/health":
             return self.give(200, b"{}")
         if self.path == "/v1/models":
@@ -162,6 +166,8 @@ class Fake(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/tokenize":
+            return self.give(200, json.dumps({"count": len(body["prompt"])}).encode())
         Fake.asked.append((body, self.headers.get("Authorization")))
         word = body["messages"][-1]["content"].split()[0]
         answer = ANSWERS[word]
@@ -251,6 +257,22 @@ The bandwidth is $B = 2 n s / t$, with \\(s\\) bytes an element. 中文**“加�
 """
 
 
+FORMULAS = r"""The energy is $E=mc^2$, half of it \(\frac{a}{b}\); a root is \[x = \sqrt{2}\], a sum $$y=\sum_{i=0}^{n} x_i$$ in a line.
+
+$$\begin{aligned} \nabla L &= \frac{\partial L}{\partial w} \\ \text{softmax}(x)_i &= \frac{e^{x_i}}{\sum_j e^{x_j}} \end{aligned}$$
+
+- It costs $5 and $6, not more. $O(n \log n)$, and `$not$` code
+
+| shape | size |
+|---|---|
+| square | $x^2$ |
+"""
+# No formula: shown as they are. Links, names and classes; endless, huge and deep ones.
+NO_FORMULAS = [r"\frac{a", r"\unheardof{x}", r"\href{javascript:window.hit=60}{x}", r"\url{javascript:window.hit=61}",
+               r"\includegraphics{https://evil.example/x.png}", r"\class{hidden}{x}", r"\ref{a}", r"\def\a{\a\a}\a",
+               "x" * 2001, r"\sqrt{" * 200 + "x" + "}" * 200]
+
+
 def told_faults(browser):
     """What the page has said to the console, and policy violations."""
     faults = []
@@ -276,9 +298,11 @@ def with_serve(b, url, shots):
     check(b.js("document.querySelector('#hello').offsetHeight > 200"), "the first sight")
     check(b.js("document.activeElement.id") == "input", "one can type at once")
     b.shot(shots + "/first-light.png")
+    check(b.js("STARTERS.map(s => s[1])") == b.js("[...document.querySelectorAll('#starters button')].map(n => n.innerText)") != [], "the model's own questions")
     b.click("#starters button")
     b.idle()
-    check("32" in last_text(b) or "thread" in last_text(b), "the model's answer: " + last_text(b))
+    first = b.js("[current.nodes[0].text, STARTERS[0][1]]")
+    check(first[0] == first[1] and len(last_text(b)) > 20, "the model's answer: " + last_text(b))
     check(re.search(r"\d+ tokens · [\d.]+ tok/s", b.js("document.querySelector('.stats').innerText")), "tokens a second")
     check(b.js("document.querySelectorAll('.chat').length") == 1, "it is in the list")
     b.say("What is shared memory?")
@@ -302,7 +326,7 @@ def with_serve(b, url, shots):
     b.type("What is a block?")
     b.key("Enter", text="\r")
     b.idle()
-    check(b.js("[...document.querySelectorAll('.user .text')].map(n => n.innerText)") == ["What is a warp?", "What is a block?"], "an edited question")
+    check(b.js("[...document.querySelectorAll('.user .text')].map(n => n.innerText)") == [first[0], "What is a block?"], "an edited question")
     check(b.js("document.querySelectorAll('.user .turns').length") == 1, "the question as it was is still there")
 
     b.js("document.getElementById('new').click()")
@@ -368,6 +392,42 @@ def hostile(b, url, shots):
     b.js("localStorage.removeItem('warp:settings'); localStorage.removeItem('warp:chat:x1'); localStorage.removeItem('warp:chat:x2')")
 
 
+def formulas(b, url, shots):
+    ANSWERS["none"], ANSWERS["formulas"] = "It costs $5 or $6.", FORMULAS
+    ANSWERS["refused"] = "\n\n".join(f"$${tex}$$" for tex in NO_FORMULAS) + "\n\n$$\\begin{equation}\\label{send} y \\end{equation}$$"
+    asked = lambda: [e for e in b.events if e["params"]["request"]["url"].endswith("/temml.js")]
+    b.look()
+    b.open(url)
+    b.js("newChat()")
+    b.events.clear()
+    b.say("none")
+    check(told_faults(b) == [] and not asked(), "without a formula nothing is loaded")
+    b.say("formulas")
+    b.wait("document.querySelectorAll('.md math').length === 7")
+    check(told_faults(b) == [] and len(asked()) == 1, "the script is loaded once")
+    check(b.js("['.md math[display=block]', 'mfrac', 'msqrt', 'munderover', 'mtable', 'td math', 'li math'].map(s => document.querySelectorAll(s).length)") ==
+          [3, 3, 1, 1, 1, 1, 1], "what TeX became")
+    check("It costs $5 and $6, not more." in last_text(b) and "$not$" in last_text(b), "money and code are no formulas")
+    check(b.js("document.querySelector('.md math').parentNode.title") == "E=mc^2", "the TeX of a formula")
+    once = b.js("[...document.querySelectorAll('.text.md')].at(-1).innerHTML")
+    check(b.js("{ const v = new MarkdownView(); v.set(current.nodes[current.at].text, true); v.node.innerHTML }") == once, "piece by piece is as at once")
+    b.shot(shots + "/formulas.png")
+    b.look(dark=True)
+    b.shot(shots + "/formulas-dark.png")
+    b.look()
+    b.js("newChat()")
+    b.say("refused")
+    got = b.js("[...document.querySelectorAll('.md .math')].map(n => n.querySelector('math') ? '' : n.innerText)")
+    check(got == NO_FORMULAS + [""], f"refused formulas are shown as TeX: {got}")
+    check(b.js("[document.getElementById('send').tagName, document.querySelectorAll('#log [id], #log [href], #log .hidden').length, window.hit ?? null]") ==
+          ["BUTTON", 0, None], "a formula has no names, links or classes of its own")
+    took = b.js("(() => { const v = new MarkdownView(), n = performance.now(); v.set('$' + '{'.repeat(900) + '}'.repeat(900) + '$ ', true);"
+                "v.set('$x_1$ '.repeat(20000), true); v.set(Array.from({length: 2000}, (_, i) => `$x_{${i}}$ `).join(''), true);"
+                "v.set('$$\\\\begin{matrix}' + '&'.repeat(1900) + '\\\\end{matrix}$$', true); return performance.now() - n })()")
+    print(f"  four texts of slow formulas: {took:.0f} ms")
+    check(took < 4000, "no formula takes forever")
+
+
 def markdown(b, url, shots, folder):
     ANSWERS["markdown"] = [("reasoning_content", w + " ") for w in "The user wants a kernel. I show it with a table, briefly.".split()] + \
         [("wait", 0.3)] + [("content", MARKDOWN[i:i + 3]) for i in range(0, len(MARKDOWN), 3)]
@@ -388,6 +448,7 @@ def markdown(b, url, shots, folder):
     b.wait("document.querySelector('.thought .md').innerText.includes('Let me see.')")
     b.js("newChat()")
     b.say("markdown of every kind, please: add two vectors")
+    b.wait("document.querySelectorAll('.md math').length === 2")
     counts = b.js("""['h2', 'strong', 'em', 'del', 'pre code', 'table', 'td', 'ol > li', 'ol ul > li', 'blockquote', '.task', 'a', '.math', '.w', '.c', 'p code', 'tr:first-child .right']
                      .map(s => document.querySelectorAll('.text.md ' + s).length)""")
     check(counts == [1, 2, 2, 1, 1, 1, 12, 3, 2, 1, 2, 1, 2, 10, 4, 1, 2], f"what Markdown became: {counts}")
@@ -516,6 +577,237 @@ def long_answer(b, url, shots):
     check(took < 4000, "no text takes forever")
 
 
+def make_adapter(folder, size=0.05):
+    """A LoRA adapter of rank 1 for the queries of the default model: 8 layers of 256 to 256."""
+    os.makedirs(folder)
+    with open(folder + "/adapter_config.json", "w") as f:
+        json.dump({"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}, f)
+    names = [f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{x}.weight" for n in range(8) for x in "AB"]
+    header = json.dumps({name: {"dtype": "F32", "shape": [1, 256] if "_A" in name else [256, 1], "data_offsets": [1024 * i, 1024 * (i + 1)]}
+                         for i, name in enumerate(names)}).encode()
+    with open(folder + "/adapter_model.safetensors", "wb") as f:
+        f.write(struct.pack("<Q", len(header)) + header + struct.pack("<4096f", *([size, -size] * 2048)))
+    return folder
+
+
+def models(b, o, folder):
+    """A server with two adapters: the list of models, each answer's model, and two answers beside each other."""
+    server, url = serve(o, "--adapter", "first=" + make_adapter(folder + "/first"),
+                        "--adapter", "second=" + make_adapter(folder + "/second"))
+    try:
+        b.look()
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("models.length === 3")
+        b.js("settings.sampling = {max_tokens: 40}; saveSettings()")
+        b.say("What is a warp?")
+        b.click("#model")
+        check(b.js("[...document.querySelectorAll('#models .one')].map(n => n.innerText)") ==
+              ["model.bin\nreads 1,024 tokens", "first\nadapter of model.bin", "second\nadapter of model.bin"], "the list of models")
+        b.shot(o.shots + "/models.png")
+        b.js("document.querySelectorAll('#models .one')[1].click()")
+        check(b.js("document.querySelector('#models').classList.contains('hidden') && document.querySelector('#model').innerText") == "first", "the pill")
+        b.say("What is a warp?")
+        check(b.js("[...document.querySelectorAll('.assistant .stats')].map(n => n.innerText.split(' · ')[0])") == ["model.bin", "first"], "each answer says which gave it")
+        b.click("#model")
+        b.js("document.querySelector('#models .icon').click()")
+        b.key("Escape")
+        check(b.js("document.querySelector('#model').innerText") == "first | model.bin", "two of them")
+        b.say("What is a block?")
+        check(b.js("[...document.querySelectorAll('.beside .stats')].map(n => n.innerText.split(' · ')[0])") == ["first", "model.bin"], "two answers")
+        b.shot(o.shots + "/beside.png")
+        check(b.js("(() => { const [a, b] = [...document.querySelectorAll('.beside > .said')].map(n => n.getBoundingClientRect()); return a.top === b.top && b.left >= a.right })()"), "side by side")
+        texts = b.js("[...document.querySelectorAll('.beside .md')].map(n => n.innerText)")
+        b.reload()
+        b.wait("document.querySelectorAll('.beside .md').length === 2")
+        check(b.js("[...document.querySelectorAll('.beside .md')].map(n => n.innerText)") == texts, "they are kept")
+        check(b.js("document.querySelectorAll('.beside > .on').length") == 1, "the conversation goes on from one of them")
+        b.js("document.querySelector('.beside > :not(.on) [aria-label=\"Continue with this answer\"]').click()")
+        check(b.js("[...document.querySelectorAll('.beside > .said')].map(n => n.classList.contains('on'))") == [False, True], "... or from the other")
+        check(b.js("requestFor(current, current.at, true).messages.at(-1).content") == texts[1], "which the model is told")
+        b.look(phone=True, width=390, height=800)
+        check(b.js("(() => { const [a, b] = [...document.querySelectorAll('.beside > .said')].map(n => n.getBoundingClientRect()); return b.top >= a.bottom })()"), "one above the other on a phone")
+        check(b.js("document.documentElement.scrollWidth <= innerWidth"), "no sideways scrolling on a phone")
+        b.look()
+    finally:
+        server.kill()
+
+
+def full_context(b, o):
+    """A server with a small context: the oldest turns are dropped, as in the terminal."""
+    server, url = serve(o, "--ctx", "384")
+    try:
+        b.look()
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("model.limit === 384")
+        b.js("settings.sampling = {max_tokens: 60, temperature: 0}; saveSettings(); window.plain = call; window.asked = [];"
+             "call = (path, o) => { if (path === 'v1/chat/completions') asked.push(JSON.parse(o.body)); return plain(path, o); }")
+        for n in range(6):
+            b.say(f"What is a warp? Say it in other words, number {n}")
+            check(b.js("current.nodes.at(-1).error ?? null") is None, "no error")
+        counts, said = b.js("asked.map(r => r.messages.length)"), b.js("pathOf(current).map(i => ({role: current.nodes[i].role, content: current.nodes[i].text}))")
+
+        def tokens(messages):
+            body = json.dumps({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}).encode()
+            return json.load(urllib.request.urlopen(urllib.request.Request(url + "tokenize", body, {"Content-Type": "application/json"})))["count"]
+
+        wanted, begin = [], 0  # the rule of Chat::fit: room for 60 tokens; if there is none, half of the context is freed
+        for n in range(0, len(said), 2):
+            if tokens(said[begin:n + 1]) > 384 - 60:
+                while n > begin and tokens(said[begin:n + 1]) > 384 / 2:
+                    begin += 2
+            wanted.append(n + 1 - begin)
+        check(counts == wanted and 0 < begin < len(said) - 2, f"messages sent: {counts}, by the rule {wanted}")
+        dropped = b.js("droppedOf(current, pathOf(current))")
+        check(dropped == begin, f"dropped: {dropped}, by the rule {begin}")
+        check(b.js("asked.at(-1).messages[0].content") == f"What is a warp? Say it in other words, number {dropped // 2}", "the latest are sent")
+        check(b.js("document.querySelectorAll('.said.gone').length") == dropped, "dropped turns are greyed")
+        check(b.js(f"document.querySelector('#log').children[{dropped}].innerText") ==
+              f"The context is full: the model no longer reads the oldest {dropped} messages.", "a line says it")
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.shots + "/full-context.png")
+        b.reload()
+        b.wait("document.querySelectorAll('.said.gone').length > 0")
+        check(b.js("document.querySelectorAll('.said.gone').length") == dropped, "it is kept")
+        b.say("a warp " * 300)
+        check("longer than the model can read" in b.js("document.querySelector('.said:last-child .note').innerText"), "one question that is too long")
+    finally:
+        server.kill()
+
+
+def odds(b, url, shots):
+    """The probabilities of an answer's tokens are those that the server reports for the answer."""
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("model.name === 'model.bin'")
+    how = {"temperature": 0, "max_tokens": 60}
+    b.js(f"settings.sampling = {json.dumps(how)}; saveSettings()")
+    for question in ("What is a warp?", "什么是共享内存？"):
+        b.say(question)
+        b.js("[...document.querySelectorAll('.row [aria-label=\"Probabilities of the tokens\"]')].at(-1).click()")
+        b.wait("!!document.querySelector('.said:last-child .odds')")
+        text = b.js("current.nodes[current.at].text")
+        check(b.js("document.querySelector('.said:last-child .odds').textContent") == text, "the tokens are the answer")
+        history = b.js("requestFor(current, current.at, false).messages")
+        body = json.dumps({"messages": history, **how, "logprobs": True, "top_logprobs": 6}).encode()
+        told = json.load(urllib.request.urlopen(urllib.request.Request(url + "v1/chat/completions", body, {"Content-Type": "application/json"})))
+        wanted = [w for w in told["choices"][0]["logprobs"]["content"] if w["token"] != "<|im_end|>"]
+        got = b.js("oddsOf(current, current.at)")
+        check(told["choices"][0]["message"]["content"] == text and len(got) == len(wanted), f"{len(got)} tokens, not {len(wanted)}")
+        for g, w in zip(got, wanted):
+            check(g["text"] == w["token"] and abs(g["p"] - math.exp(w["logprob"])) < 1e-3, f"{g}, not {w['token']} {w['logprob']}")
+            others = [t for t in w["top_logprobs"] if t["token"] != w["token"]][:len(g["others"])]
+            check(all(abs(p - math.exp(t["logprob"])) < 1e-3 for (_, p), t in zip(g["others"], others)), f"alternatives: {g}, not {w}")
+    unlikely = "A warp is a group of 17 zebras 🙂 of one block. They execute an instruction together."
+    b.js("newChat()")
+    b.js(f"importChats(new File([JSON.stringify({{messages: [{{role: 'user', content: 'What is a warp?'}}, {{role: 'assistant', content: {json.dumps(unlikely)}}}]}})], 'x.json'))")
+    b.wait("chats.size === 2")
+    b.js("showChat([...chats.values()].find(c => c.nodes[1].text.includes('zebras'))); document.querySelector('.row [aria-label=\"Probabilities of the tokens\"]').click()")
+    b.wait("!!document.querySelector('.odds')")
+    spans = b.js("[...document.querySelectorAll('.odds > span')].map(n => [n.textContent, n.className])")
+    check("".join(text for text, _ in spans) == unlikely, f"the tokens are the answer: {spans}")
+    number = next(n for n, (text, _) in enumerate(spans) if "17" in text or text.endswith("1"))
+    check(spans[number][1] == "p0" and [c for _, c in spans[:number]].count("p4") >= 4, f"colours: {spans}")
+    b.js(f"document.querySelectorAll('.odds > span')[{number}].click()")
+    said = b.js("document.querySelector('.panel').innerText")
+    check(said.count("%") in (5, 6) and said.startswith("3\n"), "a token and its alternatives: " + said)
+    first = b.js("document.querySelector('.panel').innerText")
+    b.js("document.querySelector('.odds').focus()")
+    b.key("ArrowRight")
+    check(b.js("document.querySelector('.panel').innerText") != first and b.js("document.querySelectorAll('.odds .chosen').length") == 1, "the next token by a key")
+    b.js("document.getElementById('scroll').scrollTop = 0")
+    b.shot(shots + "/odds.png")
+    check(b.js("{ const joined = joinBytes('a🙂b', [['a', .5], ['\\ufffd', .5], ['\\ufffd', .5], ['b', 1]].map(([text, p]) => ({text, p, others: []})));"
+               "joined.map(j => j.text + j.p).join(' ') }") == "a0.5 🙂0.25 b1", "parts of a character")
+    b.js("[...document.querySelectorAll('.row [aria-pressed=true]')].forEach(n => n.click())")
+    check(b.js("document.querySelectorAll('.odds').length === 0 && document.querySelectorAll('.md.text:not(.hidden)').length") == 1, "back to Markdown")
+    b.js("settings.sampling = {min_p: 0.1, frequency_penalty: 0.5, repetition_penalty: 1.1}; settings.stops = 'thread\\n\\nblock'; saveSettings(); newChat()")
+    body = b.js("requestFor({nodes: [{parent: -1, role: 'user', text: 'a'}, {parent: 0, role: 'assistant', text: ''}], at: 1}, 1, false)")
+    check((body["min_p"], body["frequency_penalty"], body["repetition_penalty"], body["stop"]) == (0.1, 0.5, 1.1, ["thread", "block"]), f"samplers: {body}")
+    b.say("What is a warp?")
+    check("thread" not in last_text(b) and b.js("current.nodes[1].finish") == "stop", "a stop string: " + last_text(b))
+    b.js("settings.sampling = {}; settings.stops = ''; saveSettings()")
+
+
+def search(b, url, shots):
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("chats.size === 0")
+    b.js("""importChats(new File(['{"messages": [{"role": "user", "content": "A first question"}, {"role": "assistant", "content": "Zebras have <b>stripes</b>."}]}\\n' +
+            '{"messages": [{"role": "user", "content": "About zebras"}]}\\n{"messages": [{"role": "user", "content": "第三个问题"}]}'], 'x.jsonl'))""")
+    b.wait("chats.size === 3")
+    titles = lambda: sorted(b.js("[...document.querySelectorAll('.chat > button:first-child')].map(n => n.firstChild.data)"))
+    check(b.js("document.querySelectorAll('.found').length") == 0, "without a search no places")
+    b.key("k", "KeyK", modifiers=1)
+    check(b.js("document.activeElement.id") == "find", "Alt K")
+    b.type("ZEBRAS")
+    check(titles() == ["A first question", "About zebras"], f"found: {titles()}")
+    check(b.js("document.querySelector('.found').textContent") == "Zebras have <b>stripes</b>." and b.js("document.querySelector('.found b') === null"), "the place")
+    b.shot(shots + "/search.png")
+    b.type(" stripes")
+    check(titles() == ["A first question"], "all words")
+    b.key("ArrowDown")
+    check(b.js("document.activeElement.firstChild.data") == "A first question", "to what is found")
+    b.key("ArrowUp")
+    b.key("Enter", text="\r")
+    check(b.js("current.title") == "A first question", "Enter opens the first")
+    b.type("x")
+    check(titles() == [] and "No conversation has these words." in b.js("document.getElementById('chats').innerText"), "nothing is found")
+    b.key("Escape")
+    check(len(titles()) == 3 and b.js("document.activeElement.id") == "input", "Escape ends the search")
+    b.js("document.getElementById('find').focus()")
+    b.type("第三")
+    check(titles() == ["第三个问题"], "Chinese")
+
+
+def files(b, url, shots):
+    """Files that are dropped, pasted or chosen go with the question; others are refused by name."""
+    ANSWERS["notes.md:"] = ANSWERS["again"] = "Seen."
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("model.limit > 0")
+    b.js("""{ const data = new DataTransfer();
+               data.items.add(new File(['A zebra <img src=x onerror=window.hit=70>\\n```\\ncode\\n```\\n'], 'notes.md'));
+               document.dispatchEvent(new DragEvent('drop', {dataTransfer: data, bubbles: true, cancelable: true})) }""")
+    b.wait("document.querySelectorAll('#files .file').length === 1")
+    b.js("""{ const data = new DataTransfer(); data.items.add(new File(['second'], '<b>.txt'));
+               document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true})) }""")
+    b.wait("document.querySelectorAll('#files .file').length === 2")
+    for name, content, said in [("x.pdf", "new Uint8Array([37, 80, 68, 70, 45, 255])", "no text"), ("y.pdf", "'%PDF-1.4'", "no text"), ("z.docx", "'PK\\x03\\x04\\0'", "no text"),
+                                ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB")]:
+        b.js(f"attach([new File([{content}], '{name}')])")
+        b.wait(f"document.getElementById('toast').innerText.includes('{name}: ')")
+        check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
+    b.js("model = {...model, limit: 1000}; attach([new File(['x '.repeat(2000)], 'long.txt')])")
+    b.wait("document.getElementById('toast').innerText.includes('long.txt: 4,000 tokens; a file may have half of the context, 500.')")
+    check(b.js("attached.length") == 2, "what is refused is not attached")
+    b.shot(shots + "/files.png")
+    b.js("document.querySelector('#files .file:last-child button').click()")
+    b.say("Which animal?")
+    body, _ = Fake.asked[-1]
+    content = "notes.md:\n````\nA zebra <img src=x onerror=window.hit=70>\n```\ncode\n```\n````\n\nWhich animal?"
+    check(body["messages"] == [{"role": "user", "content": content}], f"the message: {body['messages']}")
+    check(b.js("attached.length === 0 && document.querySelectorAll('#files .file').length === 0"), "the next question has no files")
+    b.reload()
+    b.wait("document.querySelectorAll('.user .file').length === 1")
+    b.click(".user .file summary")
+    check("A zebra <img" in b.js("document.querySelector('.user .file pre').innerText") and b.js("window.hit ?? null") is None, "a file's text is text")
+    b.shot(shots + "/file.png")
+    check(json.loads(b.js("lineOf(current)"))["messages"][0]["content"] == content, "an export has it")
+    b.say("again")
+    check(Fake.asked[-1][0]["messages"][0]["content"] == content, "later questions have it, too")
+    b.js("store.clear()")
+
+
 def documents(b, o, folder):
     """A server with documents, one of which is hostile: the switch, the sources, and that they stay."""
     docs = os.path.join(folder, "docs")
@@ -556,6 +848,48 @@ def documents(b, o, folder):
         server.kill()
 
 
+def pictures(b, o, folder):
+    """The pictures of docs/server.md."""
+    server, url = serve(o, "--adapter", "my-adapter=" + make_adapter(folder + "/my-adapter", 0.4), "--ctx", "384")
+    try:
+        b.look(width=860, height=520)
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("models.length === 2")
+        chat = lambda question, answer: json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        softmax = ("Softmax turns scores $x$ into probabilities: $$p_i = \\frac{e^{x_i - m}}{\\sum_{j=1}^{n} e^{x_j - m}}, \\quad m = \\max_j x_j$$\n\n"
+                   "Without \\(m\\), $e^{x_i}$ overflows. Its gradient is \\[\\frac{\\partial p_i}{\\partial x_j} = p_i (\\delta_{ij} - p_j)\\]")
+        b.js(f"importChats(new File([{json.dumps(chat('What is softmax?', softmax))} + '\\n' +"
+             f"{json.dumps(chat('What is a warp?', 'A warp is a group of 17 threads of one block that execute an instruction together.'))}], 'x'))")
+        b.wait("chats.size === 2")
+        b.js("settings.sampling = {max_tokens: 60, temperature: 0}; saveSettings()")
+        show = lambda word: b.js(f"showChat([...chats.values()].find(c => c.nodes[1].text.includes('{word}'))); $('toast').classList.add('hidden')")
+        show("Softmax")
+        b.wait("document.querySelectorAll('math').length === 5")
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-formulas.png")
+        show("17 threads")
+        b.click("[aria-label='Probabilities of the tokens']")
+        b.wait("!!document.querySelector('.odds')")
+        b.js("[...document.querySelectorAll('.odds > span')].find(n => n.className === 'p0').click()")
+        b.shot(o.pictures + "/page-probabilities.png")
+        b.js("toggleSide(); newChat(); chooseModel('beside', 'my-adapter'); settings.sampling.max_tokens = 45")
+        b.say("What is shared memory?")
+        b.click("#model")
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-models.png")
+        b.js("settings.sampling.max_tokens = 60; openModels(false); chooseModel('beside', ''); newChat()")
+        for question in ("What is a warp?", "What is a block?", "What is shared memory?", "What is a grid?", "What is CUDA?", "What is a kernel?"):
+            b.say(question)
+        b.js("document.querySelector('.note.line').scrollIntoView({block: 'center'})")
+        b.shot(o.pictures + "/page-context.png")
+        b.js("toggleSide(); newChat(); attach([new File(['# Notes'], 'notes.md')]); $('find').value = 'warp'; showList()")
+        b.shot(o.pictures + "/page-search.png")
+    finally:
+        server.kill()
+
+
 def serve(o, *options):
     """A server with our own model, and its address."""
     server = subprocess.Popen([o.serve, o.model, "--port", "0", *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
@@ -569,6 +903,7 @@ def main():
     parser.add_argument("--shots", default="build/page")
     parser.add_argument("--serve", default="./serve")
     parser.add_argument("--model", default="data/tiny/model.bin")
+    parser.add_argument("--pictures", help="only write the pictures of docs/server.md there")
     o = parser.parse_args()
     os.makedirs(o.shots, exist_ok=True)
     server, Fake.real = serve(o)
@@ -580,9 +915,17 @@ def main():
             threading.Thread(target=fake.serve_forever, daemon=True).start()
             own = f"http://127.0.0.1:{fake.server_port}/"
             browser = Browser(folder)
+            if o.pictures:
+                return pictures(browser, o, folder)
             for name, run in [("a conversation with ./serve", lambda: with_serve(browser, Fake.real, o.shots)),
+                              ("models", lambda: models(browser, o, folder)),
+                              ("a full context", lambda: full_context(browser, o)),
+                              ("probabilities and samplers", lambda: odds(browser, Fake.real, o.shots)),
+                              ("search", lambda: search(browser, Fake.real, o.shots)),
                               ("documents", lambda: documents(browser, o, folder)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
+                              ("formulas", lambda: formulas(browser, own, o.shots)),
+                              ("files", lambda: files(browser, own, o.shots)),
                               ("Markdown, errors, settings, export and import", lambda: markdown(browser, own, o.shots, folder)),
                               ("phone, Chinese", lambda: looks(browser, own, o.shots)),
                               ("10,000 tokens", lambda: long_answer(browser, own, o.shots))]:

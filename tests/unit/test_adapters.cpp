@@ -368,8 +368,11 @@ TEST_CASE("HTTP: an adapter is a model: in every dialect, at once with others, a
         const HttpReply r = server.call("POST", asked.first, "{\"model\": \"b\", " + asked.second + "}");
         INFO(asked.first << r.body);
         CHECK(r.status == 404);
-        CHECK(r.body.find("no such model") != std::string::npos);
+        CHECK(r.body.find("no such model; the server has: tiny, a, org/b.1") != std::string::npos);
     }
+    const HttpReply unknown = server.call("GET", "/v1/models/b", "");
+    CHECK(unknown.status == 404);
+    CHECK(unknown.body.find("no such model; the server has: tiny, a, org/b.1") != std::string::npos);
     // Without the option no adapter can be loaded.
     check_refused(server.load("c", folders().of(2)), 404, "");
     CHECK(server.models() == "tiny(-) a(tiny) org/b.1(tiny) ");

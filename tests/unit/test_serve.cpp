@@ -1572,16 +1572,26 @@ TEST_CASE("the page to chat on: headers, title, a number of its own each time") 
             CHECK(policy.find(part) != std::string::npos);
         CHECK(count_of(r.body, "nonce=\"" + nonce + "\"") == 2); // its style and its script
         CHECK(count_of(r.body, "<script") == 1);
+        CHECK(policy.find("trusted-types math") == policy.size() - 18); // one policy, which gives one address
         CHECK(count_of(r.body, "<style") == 1);
         CHECK(r.body.find("<title>A &#60;b&#62; &#38; &#34;c&#34; {{nonce}}</title>") != std::string::npos); // what was filled in is not looked at
         CHECK(r.body.find("data-think=\"1\"") != std::string::npos);
         CHECK(r.body.substr(r.body.size() - 8) == "</html>\n");
     }
-    check_refused(server.post("/", "{}", "Authorization: Bearer a-key\r\n"), 405, "GET");
+    const HttpReply script = Http(server.port).call("GET", "/temml.js"); // without a key
+    CHECK(script.status == 200);
+    CHECK(script.headers.at("content-type") == "text/javascript; charset=utf-8");
+    CHECK(script.headers.at("x-content-type-options") == "nosniff");
+    const std::string licence = read_file("server/page/LICENSE-temml");
+    CHECK(script.body == "/*\n" + licence + "*/\n" + read_file("server/page/temml.min.js"));
+    for (const char* path : {"/", "/temml.js"})
+        check_refused(server.post(path, "{}", "Authorization: Bearer a-key\r\n"), 405, "GET");
     Http strange(server.port);
     strange.send("GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n");
     check_refused(strange.reply(), 403);
 }
+
+static std::string page_of(const Serving& server) { return Http(server.port).call("GET", "/", "", BROWSER).body; }
 
 TEST_CASE("the page to chat on offers --starter, else the model's own questions, else neutral ones") {
     Scratch scratch;
@@ -1592,10 +1602,9 @@ TEST_CASE("the page to chat on offers --starter, else the model's own questions,
         {{MODEL}, "[]"}};
     for (auto& [words, wanted] : cases) {
         Serving server({words.begin() + 1, words.end()}, [] {}, words[0]);
-        const std::string page = Http(server.port).call("GET", "/", "", BROWSER).body;
-        CHECK(page.find("data-starters=\"" + wanted + "\"") != std::string::npos);
+        CHECK(page_of(server).find("data-starters=\"" + wanted + "\"") != std::string::npos);
     }
-    const std::string page(MappedFile("server/chat.html").text());
+    const std::string page = page_of(Serving());
     for (const char* word : {"warp?", "CUDA", "GPU", "warp？"})
         CHECK_MESSAGE(page.find(word) == page.npos, std::string(word));
     check_refusal(Process(PROGRAM, {MODEL, "--starter", std::string(301, 'a')}).wait(), "serve",
@@ -1603,15 +1612,15 @@ TEST_CASE("the page to chat on offers --starter, else the model's own questions,
 }
 
 TEST_CASE("the page to chat on needs nothing from elsewhere, and has no way from text to HTML") {
-    const MappedFile file("server/chat.html");
-    const std::string page(file.text());
+    const std::string page = page_of(Serving());
     REQUIRE(page.size() > 10'000);
+    CHECK(page.find(".js}}") == page.npos); // each part is in its place
     for (const char* part : {"innerHTML", "outerHTML", "insertAdjacent", "document.write", "DOMParser", "eval(", "Function(", "import(", "createContextualFragment",
                              "@import", "url(", "<iframe", "<object", "<img", "src=", "srcdoc", "style=", "importScripts", "WebSocket", "sendBeacon", ")page\""})
         CHECK_MESSAGE(page.find(part) == std::string::npos, std::string(part));
-    for (size_t at = 0; (at = page.find("://", at)) != std::string::npos; at++) { // a name of XML, never fetched
-        const std::string url = page.substr(at - 4, 30);
-        CHECK_MESSAGE(url.compare(0, 26, "http://www.w3.org/2000/svg") == 0, url);
+    for (size_t at = 0; (at = page.find("://", at)) != std::string::npos; at++) { // names of XML, never fetched
+        const std::string url = page.substr(at - 4, 34);
+        CHECK_MESSAGE((url.find("http://www.w3.org/2000/svg") == 0 || url == "http://www.w3.org/1998/Math/MathML"), url);
     }
     for (size_t at = 0; (at = page.find("href=\"", at)) != std::string::npos; at++) CHECK(page.compare(at + 6, 5, "data:") == 0);
 }

@@ -1,0 +1,104 @@
+// conversations.js: the list of conversations, export and import.
+function showList() {
+  const day = 86400e3, today = new Date().setHours(0, 0, 0, 0), groups = {today: [], yesterday: [], week: [], earlier: []};
+  for (const chat of [...chats.values()].sort((a, b) => b.updated - a.updated))
+    groups[chat.updated >= today ? 'today' : chat.updated >= today - day ? 'yesterday' : chat.updated >= today - 7 * day ? 'week' : 'earlier'].push(chat);
+  const list = [], wanted = $('find').value.toLowerCase().split(/\s+/).filter(word => word);
+  if (wanted.length) { // the latest first
+    const found = Object.values(groups).flat().map(chat => [chat, foundIn(chat, wanted)]).filter(f => f[1] !== null);
+    $('chats').replaceChildren(...found.length ? found.map(([chat, text]) => chatItem(chat, text)) : [h('p', {}, t('nothing'))]);
+    return;
+  }
+  for (const [name, some] of Object.entries(groups)) if (some.length) list.push(h('h2', {}, t(name)), ...some.map(chat => chatItem(chat)));
+  $('chats').replaceChildren(...list);
+}
+// The first text of the conversation that has all the words, around the first of them; null: none has.
+function foundIn(chat, wanted) {
+  for (const text of [chat.title, ...chat.nodes.map(n => n.text)]) {
+    const small = text.toLowerCase(), at = small.indexOf(wanted[0]);
+    if (wanted.every(word => small.includes(word))) return text.slice(Math.max(0, at - 20), at + 80);
+  }
+  return null;
+}
+$('find').addEventListener('input', showList);
+$('find').addEventListener('keydown', e => {
+  if (e.isComposing) return;
+  if (e.key === 'Escape') e.stopPropagation(), $('find').value = '', showList(), $('input').focus();
+  if (e.key === 'Enter') $('chats').querySelector('.chat button')?.click();
+  if (e.key === 'ArrowDown') e.preventDefault(), $('chats').querySelector('.chat button')?.focus();
+});
+$('chats').addEventListener('keydown', e => { // from one to the next
+  const step = {ArrowDown: 1, ArrowUp: -1}[e.key], all = [...$('chats').querySelectorAll('.chat > button:first-child')], at = all.indexOf(document.activeElement);
+  if (!step || at < 0) return;
+  e.preventDefault();
+  (all[at + step] || (step < 0 ? $('find') : all[at])).focus();
+});
+function chatItem(chat, found) {
+  const act = (name, picture, run) => h('button', {class: 'icon', type: 'button', title: t(name), 'aria-label': t(name), onclick: run}, icon(picture, 15));
+  const item = h('div', {class: 'chat' + (chat === current ? ' on' : '')});
+  const rename = () => {
+    const input = h('input', {'aria-label': t('rename'), maxlength: 200});
+    input.value = chat.title;
+    let over = false;
+    const end = good => {
+      if (over) return;
+      over = true;
+      if (good && input.value.trim()) chat.title = input.value.trim(), saveChat(chat);
+      if (chat === current) showChat(chat);
+      else showList();
+    };
+    input.addEventListener('keydown', e => {
+      if (e.isComposing) return;
+      if (e.key === 'Enter') end(true);
+      if (e.key === 'Escape') e.stopPropagation(), end(false);
+    });
+    input.addEventListener('blur', () => end(true));
+    item.replaceChildren(input);
+    input.select();
+  };
+  item.append(h('button', {type: 'button', title: chat.title, 'aria-current': chat === current && 'true', onclick: () => { showChat(chat); closeOnPhone(); }, ondblclick: rename}, chat.title || t('untitled'),
+    found && found !== chat.title ? h('span', {class: 'found'}, found) : ''));
+  if (live.has(chat.id)) item.append(h('span', {class: 'busy'}));
+  else item.append(act('rename', 'edit', rename), act('remove', 'bin', () => removeChat(chat)));
+  return item;
+}
+function removeChat(chat) {
+  chats.delete(chat.id);
+  store.removeItem(PREFIX + 'chat:' + chat.id);
+  if (chat === current) showChat(null);
+  else showList();
+  toast(t('removed'), t('undo'), () => { chats.set(chat.id, chat); saveChat(chat); showChat(chat); });
+}
+function newChat() {
+  showChat(null);
+  closeOnPhone();
+  $('input').focus();
+}
+const phone = matchMedia('(max-width: 760px)');
+function closeOnPhone() { if (phone.matches) document.body.classList.add('closed'); }
+
+const lineOf = chat => JSON.stringify({title: chat.title, messages: pathOf(chat).map(i => chat.nodes[i]).map(n =>
+  n.thought ? {role: n.role, content: n.text, reasoning_content: n.thought} : {role: n.role, content: contentOf(n)}), ...chat}) + '\n';
+function exportChats(list, name) {
+  const url = URL.createObjectURL(new Blob(list.map(lineOf), {type: 'application/jsonl'}));
+  h('a', {href: url, download: name.replace(/[^\p{L}\p{N} _-]/gu, '').trim().slice(0, 60) + '.jsonl'}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+async function importChats(file) {
+  const text = file.size < 1e8 ? await file.text() : '', whole = parse(text);
+  const list = Array.isArray(whole) ? whole : whole ? [whole] : text.split('\n').map(parse);
+  let count = 0;
+  for (const raw of list) {
+    const chat = cleanChat(raw);
+    if (!chat) continue;
+    if (chats.has(chat.id)) { // the same one: skip it; another: keep both
+      if (JSON.stringify(chats.get(chat.id).nodes) === JSON.stringify(chat.nodes)) { count++; continue; }
+      chat.id = newId();
+    }
+    chats.set(chat.id, chat);
+    saveChat(chat);
+    count++;
+  }
+  showList();
+  toast(count ? t('imported', count) : t('notImported'));
+}
