@@ -58,7 +58,9 @@ struct DocumentIndex {
         uint64_t length;  // of all passages, in words
     };
     // Why a file has no passage.
-    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, FAULTS };
+    enum Fault : uint32_t {
+        FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, NOT_CONVERTED, FAULTS
+    };
     struct File {
         uint64_t name, size;
         int64_t time; // of its last change, in ns
