@@ -148,7 +148,7 @@ static std::vector<Option> option_table(Options& o) {
         {"-y", "--system", "TEXT", "system prompt of conversations without one", text(o.system)},
         {"-r", "--think", "0|1", "thinking unless a request sets it (default 0)",
          whole(o.think, 0, 1)},
-        {"", "--docs", "PATH", "retrieval: adds passages of a text file or folder to each chat, unless a\n"
+        {"", "--docs", "PATH", "retrieval: adds passages of a file or folder to each chat, unless a\n"
          "request sets use_documents: false", file_name(o.documents.docs)},
     };
     add_document_options(table, o.documents);

@@ -21,8 +21,8 @@
 
 namespace book {
 
-// Runs a program of PATH and returns its standard output. False if it is not installed; if it fails, its messages are
-// shown. No shell parses the words.
+// Runs a program of PATH and returns its standard output. False if it is not installed; if it fails, the last line of
+// its messages is in the error. No shell parses the words.
 static bool output_of(const std::string& path, const Strings& command, std::string& out) {
     using File = std::unique_ptr<FILE, int (*)(FILE*)>;
     const File text(tmpfile(), fclose), said(tmpfile(), fclose);
@@ -57,13 +57,13 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
         return s;
     };
     if (status != 0) {
-        std::string why = all_of(said.get());
+        const std::string all(trimmed(all_of(said.get())));
+        std::string why = all.empty() ? "" : ": " + all.substr(all.rfind('\n') + 1);
         for (char& c : why)
-            if (((uint8_t)c < 0x20 && c != '\n') || c == 0x7F) c = ' ';
-        fputs(why.c_str(), stderr);
-        if (!why.empty() && why.back() != '\n') fputc('\n', stderr);
-        if (WIFEXITED(status)) DIE("%s: %s failed: exit status %d", path.c_str(), argv[0], WEXITSTATUS(status));
-        DIE("%s: %s was ended by signal %d", path.c_str(), argv[0], WTERMSIG(status));
+            if ((uint8_t)c < 0x20 || c == 0x7F) c = ' ';
+        if (WIFEXITED(status))
+            DIE("%s: %s failed: exit status %d%s", path.c_str(), argv[0], WEXITSTATUS(status), why.c_str());
+        DIE("%s: %s was ended by signal %d%s", path.c_str(), argv[0], WTERMSIG(status), why.c_str());
     }
     out = all_of(text.get());
     return true;
@@ -71,7 +71,8 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
 
 // A PDF's pages. Pages with columns are in pdftotext's reading order; the others keep their layout, so that tables stay
 // whole.
-static std::string read_pdf(const std::string& path, const std::string& word, const std::string& stem) {
+static std::string read_pdf(const std::string& path, const std::string& word, const std::string& stem,
+                            const Reading& how) {
     std::string text, ordered;
     if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
         DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
@@ -94,19 +95,20 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
         turned += columns;
         all += (i ? "\f" : "") + (columns ? others[i] : pages[i]);
     }
-    say(format("%s: %zu of %zu pages are in columns, which are read one after another", path.c_str(), turned,
-               pages.size() - (pages.back().empty() && pages.size() > 1)));
+    how.tell(format("%s: %zu of %zu pages are in columns, which are read one after another", path.c_str(), turned,
+                    pages.size() - (pages.back().empty() && pages.size() > 1)));
     return all;
 }
 
 // Formats that pandoc converts to Markdown. With --sandbox (from 2.15 on) it loads nothing that the book names.
 static std::string read_document(const std::string& path, const std::string& word, const std::string& stem,
-                                 const std::string& filter, bool plain) {
+                                 const Reading& how) {
     std::string text, help;
     if (!output_of(path, {"pandoc", "--help"}, help))
         DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t %s %s -o %s.%s",
-            path.c_str(), plain ? "plain" : "gfm", path.c_str(), stem.c_str(), plain ? "txt" : "md");
-    Strings command = {"pandoc", "-t", plain ? "plain" : "gfm-raw_html", "--wrap=none", "--lua-filter", filter, word};
+            path.c_str(), how.plain ? "plain" : "gfm", path.c_str(), stem.c_str(), how.plain ? "txt" : "md");
+    Strings command = {"pandoc", "-t", how.plain ? "plain" : "gfm-raw_html", "--wrap=none", "--lua-filter", how.filter,
+                       word};
     if (help.find("--sandbox") != help.npos) command.insert(command.begin() + 1, "--sandbox");
     output_of(path, command, text);
     return text;
@@ -124,27 +126,45 @@ static void need_text(const std::string& path, const std::string& text) {
     }
 }
 
-std::string read_book(const std::string& path, const std::string& clean, const std::string& filter,
-                      bool plain) {
-    const MappedFile file(path);
-    const size_t dot = path.find('.', path.rfind('/') + 1) == path.npos ? path.size() : path.rfind('.');
-    const std::string stem = path.substr(0, dot), word = path[0] == '/' ? path : "./" + path; // no option and no URL
-    std::string ending = path.substr(dot), text;
+static size_t dot_of(const std::string& path) {
+    const size_t dot = path.find('.', path.rfind('/') + 1);
+    return dot == path.npos ? path.size() : path.rfind('.');
+}
+static std::string ending_of(const std::string& path) {
+    std::string ending = path.substr(dot_of(path));
     for (char& c : ending) c = (char)lower((uint8_t)c);
-    const bool pdf = ending == ".pdf" || file.text().substr(0, 5) == "%PDF-";
-    const bool other = std::set<std::string>{".html", ".htm", ".xhtml", ".docx", ".odt", ".epub"}.count(ending);
-    if (pdf) text = read_pdf(path, word, stem);
-    else text = other ? read_document(path, word, stem, filter, plain) : std::string(file.text());
+    return ending;
+}
+static bool is_pdf(const std::string& path, std::string_view bytes) {
+    return ending_of(path) == ".pdf" || bytes.substr(0, 5) == "%PDF-";
+}
+bool is_document(const std::string& path, std::string_view bytes) {
+    static const std::set<std::string> BY_PANDOC = {".html", ".htm", ".xhtml", ".docx", ".odt", ".epub"};
+    return is_pdf(path, bytes) || BY_PANDOC.count(ending_of(path));
+}
+
+std::string book_text(const std::string& path, std::string_view bytes, const Reading& how) {
+    const std::string stem = path.substr(0, dot_of(path));
+    const std::string word = path[0] == '/' ? path : "./" + path; // no option and no URL
+    const bool document = is_document(path, bytes), pdf = is_pdf(path, bytes);
+    std::string text = pdf        ? read_pdf(path, word, stem, how)
+                       : document ? read_document(path, word, stem, how)
+                                  : std::string(bytes);
     need_text(path, text);
     if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
-    if ((pdf || other) && text.find_first_not_of(" \t\r\n\f") == text.npos)
+    if (document && text.find_first_not_of(" \t\r\n\f") == text.npos)
         DIE("%s: no text in it%s", path.c_str(), pdf ? "; pictures of pages need OCR first" : "");
-    if (clean == "no" || (clean == "auto" && !pdf && !was_pdf(text))) return text;
+    if (how.clean == "no" || (how.clean == "auto" && !pdf && !was_pdf(text))) return text;
     const CleanText c = clean_pages(text);
-    say(format("%s: cleaned as text of a PDF: %zu page breaks, %zu page numbers, %zu running heads and feet, "
-               "%zu hyphens at line ends (--clean no leaves all)",
-               path.c_str(), c.breaks, c.numbers, c.heads, c.hyphens));
+    how.tell(format("%s: cleaned as text of a PDF: %zu page breaks, %zu page numbers, %zu running heads and feet, "
+                    "%zu hyphens at line ends (--clean no leaves all)",
+                    path.c_str(), c.breaks, c.numbers, c.heads, c.hyphens));
     return c.text;
+}
+
+std::string read_book(const std::string& path, const Reading& how) {
+    const MappedFile file(path);
+    return book_text(path, file.text(), how);
 }
 
 } // namespace book

@@ -73,7 +73,7 @@ static std::vector<Option> option_table(Options& o) {
          whole(o.lookup, 0, LookUp::MOST)},
         {"-c", "--ctx", "N", "context length in tokens (default 4096, or the model's limit if lower)",
          whole(o.context, 1, INT_MAX)},
-        {"", "--docs", "PATH", "retrieval: adds passages of a text file or folder to each question",
+        {"", "--docs", "PATH", "retrieval: adds passages of a file or folder to each question",
          file_name(o.documents.docs)},
     };
     add_document_options(table, o.documents);

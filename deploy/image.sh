@@ -18,7 +18,7 @@ build)
     make -j"$(nproc)" PORTABLE=1 ARCH=all qwen3 serve
     mkdir -p "$2/bin/data/datagen" "$2/tiny"
     cp qwen3 serve tokenizer.bin "$2/bin/"
-    cp data/datagen/jieba.bin "$2/bin/data/datagen/" # for --docs
+    cp data/datagen/jieba.bin data/datagen/book.lua "$2/bin/data/datagen/" # for --docs
     cp data/tiny/model.bin data/tiny/tokenizer.bin "$2/tiny/"
     cp LICENSE LICENSE-tokenizer server/page/LICENSE-temml "$2/"
     # The packages of their libraries. (Names differ between releases.)

@@ -1,6 +1,8 @@
 // search/document_files.cpp: lists a folder, reads its files and cuts them into passages; see document_files.h.
 #include "search/document_files.h"
 #include "base/options.h" // interrupted
+#include "book/arguments.h"
+#include "book/read_book.h"
 #include "model/utf8.h"
 #include <algorithm>
 #include <cerrno>
@@ -74,7 +76,7 @@ void DocumentText::read(const std::string& path) {
     file.hash = fnv1a(text);
     for (size_t i = 0; i < text.size() && file.fault == Index::FINE;) {
         const int k = (uint8_t)text[i] < 0x80 ? 1 : utf8_length(&text[i], text.size() - i);
-        if (k <= 0) file.fault = Index::NOT_UTF8, fault_at = i;
+        if (k <= 0) file.fault = Index::NOT_UTF8, detail = i ? format(" at byte %zu", i) : "";
         i += (size_t)k;
     }
     if (file.fault == Index::FINE && std::count(text.begin(), text.end(), '\n') > MOST_LINES)
@@ -119,15 +121,31 @@ void DocumentText::read_once(const std::string& path) {
         file.fault = file.size > MOST ? Index::TOO_LARGE : Index::FINE;
         text.resize(std::min<uint64_t>(file.size, 8192)); // enough to detect most binaries
         if (file.fault == Index::FINE && !fill(fd, 0)) file.fault = Index::CHANGING;
-        if (file.fault == Index::FINE && memchr(text.data(), 0, text.size())) file.fault = Index::BINARY;
-        const size_t from = text.size();
-        if (file.fault == Index::FINE) {
-            text.resize(file.size);
-            const bool whole = fill(fd, from) && fstat(fd, &after) == 0;
+        const bool document = file.fault == Index::FINE && book::is_document(path, text);
+        if (document) convert(path);
+        else if (file.fault == Index::FINE && memchr(text.data(), 0, text.size())) file.fault = Index::BINARY;
+        if (file.fault == Index::FINE || file.fault == Index::NOT_CONVERTED) {
+            const size_t from = text.size();
+            if (!document) text.resize(file.size);
+            const bool whole = (document || fill(fd, from)) && fstat(fd, &after) == 0;
             if (!whole || after.st_size != st.st_size || time_of(after) != file.time) file.fault = Index::CHANGING;
         }
     }
     close(fd);
+}
+
+void DocumentText::convert(const std::string& path) {
+    const book::Reading how = {"auto", book::Arguments::beside("data/datagen/book.lua"), false, [](auto&) {}};
+    try {
+        text = book::book_text(path, text, how);
+        if (text.size() > MOST) file.fault = Index::TOO_LARGE;
+    } catch (const Error& e) {
+        const std::string why = e.what(), before = path + ": ";
+        detail = ": " + (why.compare(0, before.size(), before) == 0 ? why.substr(before.size()) : why);
+        file.fault = Index::NOT_CONVERTED;
+    } catch (const book::Interrupted&) {
+        file.fault = Index::UNREADABLE; // the callers stop
+    }
 }
 
 bool DocumentText::fill(int fd, size_t at) {
@@ -140,16 +158,15 @@ bool DocumentText::fill(int fd, size_t at) {
     return true;
 }
 
-void LeftOut::add(uint32_t fault, std::string_view name, size_t at) {
+void LeftOut::add(uint32_t fault, std::string_view name, const std::string& detail) {
     if (fault == DocumentIndex::FINE || fault >= DocumentIndex::FAULTS || count[fault]++) return;
-    first[fault] = name;
-    if (fault == DocumentIndex::NOT_UTF8 && at) first[fault] += format(" at byte %zu", at);
+    first[fault] = std::string(name) + detail;
 }
 
 std::string LeftOut::text() const {
     static const char* WHY[DocumentIndex::FAULTS] = {
-        "", "binary (pdftotext -layout makes a text of a PDF)", "no UTF-8 (iconv -f GB18030 -t UTF-8 converts it)",
-        "larger than 1 GB", "cannot be read", "written to while it was read", "of more than 16,777,216 lines"};
+        "", "binary", "no UTF-8 (iconv -f GB18030 -t UTF-8 converts it)", "larger than 1 GB", "cannot be read",
+        "written to while it was read", "of more than 16,777,216 lines", "not converted"};
     std::string all;
     for (uint32_t f = 1; f < DocumentIndex::FAULTS; f++)
         if (count[f])

@@ -44,11 +44,12 @@ struct DocumentText {
     static constexpr ptrdiff_t MOST_LINES = 1 << 24; // cutting takes some 40 bytes per line
     Index::File file{}; // without name and passages
     std::string text;
-    size_t fault_at = 0; // for NOT_UTF8: the byte
+    std::string detail;  // of a fault: the byte that is no UTF-8, why a document was not converted
     std::vector<Chunk> chunks;
     std::vector<uint32_t> lines; // offsets of line beginnings
 
-    // A file that is written to meanwhile is read again, up to three times.
+    // A file that is written to meanwhile is read again, up to three times. PDF, HTML, EPUB, DOCX and ODT are converted
+    // and cleaned as by `datagen chunk`.
     void read(const std::string& path);
     void cut();
 
@@ -57,6 +58,7 @@ struct DocumentText {
 
     void add(size_t begin, size_t end, const std::string& heading);
     void read_once(const std::string& path);
+    void convert(const std::string& path);
     bool fill(int fd, size_t at);
 };
 
@@ -65,7 +67,7 @@ struct LeftOut {
     std::array<size_t, DocumentIndex::FAULTS> count{};
     std::array<std::string, DocumentIndex::FAULTS> first{};
 
-    void add(uint32_t fault, std::string_view name, size_t at);
+    void add(uint32_t fault, std::string_view name, const std::string& detail);
     std::string text() const;
 };
 

@@ -23,7 +23,7 @@ Documents::Documents(const DocumentOptions& o, const Tell& tell, const DocumentM
     : options{o.docs, o.index, o.passages ? o.passages : 4, o.embed, o.rerank}, models(with), jieba(find_jieba()) {
     const double start = seconds();
     const std::string root = real_path(o.docs);
-    const uint64_t sizes[] = {WORD_RULES, PASSAGES.most, PASSAGES.least, PASSAGES.overlap, PASSAGES.title};
+    const uint64_t sizes[] = {RULES, PASSAGES.most, PASSAGES.least, PASSAGES.overlap, PASSAGES.title};
     const MappedFile dictionary(find_jieba());
     const std::string path = o.index.empty() ? default_index(root) : beside_its_folder(o.index);
     IndexUpdate update{root, path, jieba, tell, fnv1a(sizes, sizeof sizes, fnv1a(dictionary.text()))};

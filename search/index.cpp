@@ -72,14 +72,16 @@ bool DocumentIndex::is_about(const Jieba& jieba, const WordCounts& question, con
     uint32_t length = 0;
     const WordCounts passage = count_words(jieba, text, length);
     double all = 0, shared = 0;
+    size_t words_shared = 0;
     for (auto [hash, times] : question) {
         const uint64_t w = lower_word(hash);
         const bool known = w < h.words && words[w].hash == hash;
         const double weight = idf(known ? words[w].passages : 1) * times;
         const auto at = std::lower_bound(passage.begin(), passage.end(), std::pair(hash, 0u));
         all += weight;
-        if (at != passage.end() && at->first == hash) shared += weight;
+        if (at != passage.end() && at->first == hash) shared += weight, words_shared++;
     }
+    if (words_shared < std::min<size_t>(question.size(), 2)) return false;
     return shared >= SHARE * all || best.score >= RARE_WORDS * idf(1);
 }
 

@@ -58,7 +58,9 @@ struct DocumentIndex {
         uint64_t length;  // of all passages, in words
     };
     // Why a file has no passage.
-    enum Fault : uint32_t { FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, FAULTS };
+    enum Fault : uint32_t {
+        FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, NOT_CONVERTED, FAULTS
+    };
     struct File {
         uint64_t name, size;
         int64_t time; // of its last change, in ns
@@ -121,9 +123,9 @@ struct DocumentIndex {
     // The best k passages for these words, best first. A word that occurs twice in the question counts twice.
     std::vector<Hit> search(const WordCounts& question, size_t k) const;
 
-    // Whether the best passage is about the question: it has at least half of the question's words, by weight, or its
-    // score equals that of 1.35 words that occur in no other passage. An unknown word weighs as if in one passage.
-    // Both limits were chosen on questions about the texts and about other subjects: docs/retrieval.md.
+    // Whether the best passage is about the question: it has two of the question's words, or its only one; and at least
+    // half of them by weight, or a score of 1.35 words that occur in no other passage. An unknown word weighs as if in
+    // one passage. The limits were chosen on questions about the texts and about other subjects: docs/retrieval.md.
     bool is_about(const Jieba& jieba, const WordCounts& question, const Hit& best) const;
 
     // The k passages with the highest scores (one per passage) among those above `least`, best first.

@@ -1,7 +1,8 @@
 // search/index_update.cpp: reads new and changed files, takes over the rest; see index_update.h.
 #include "search/index_update.h"
 #include "base/error.h"
-#include "base/options.h" // interrupted
+#include "base/options.h" // counted, interrupted
+#include "book/read_book.h"
 #include "search/words.h"
 #include <algorithm>
 #include <atomic>
@@ -77,7 +78,7 @@ bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* ol
             continue;
         }
         times[it->second] = f.time, unchanged++;
-        left_out.add(was->fault, f.name, 0);
+        left_out.add(was->fault, f.name, "");
     }
     if (old && !touched && only_faults(*old, times, fresh)) return false;
     remove_abandoned();
@@ -104,10 +105,11 @@ bool IndexUpdate::only_faults(const Index& old, const std::vector<std::optional<
         if (!times[i] && old.file_at(i).fault == Index::FINE) return false;
     LeftOut all = left_out;
     for (const DocumentFile* f : fresh) {
+        if (interrupted) DIE("interrupted");
         DocumentText now;
         now.read(folder + "/" + f->name);
         if (now.file.fault == Index::FINE) return false;
-        all.add(now.file.fault, f->name, now.fault_at);
+        all.add(now.file.fault, f->name, now.detail);
     }
     read = fresh.size(), left_out = all;
     return true;
@@ -132,7 +134,10 @@ template <class F> static void on_all_threads(size_t n, F f) {
 void IndexUpdate::add_fresh(IndexBuilder& builder, const std::vector<const DocumentFile*>& fresh) {
     constexpr uint64_t BATCH = 32 << 20;
     uint64_t all = 0, done = 0;
-    for (auto* f : fresh) all += f->size;
+    size_t documents = 0;
+    for (auto* f : fresh) all += f->size, documents += book::is_document(f->name, "");
+    if (documents)
+        tell(format("%s: pdftotext and pandoc convert %s", root.c_str(), counted(documents, "document").c_str()));
     double told = seconds();
     for (size_t begin = 0, end; begin < fresh.size(); begin = end) {
         uint64_t bytes = 0;
@@ -163,8 +168,9 @@ void IndexUpdate::add_batch(IndexBuilder& builder, const std::vector<DocumentTex
         for (; begun < end; begun++) {
             const Index::File& f = batch[begun].file;
             read++;
-            left_out.add(f.fault, files[begun]->name, batch[begun].fault_at);
-            const bool passing = f.fault == Index::UNREADABLE || f.fault == Index::CHANGING;
+            left_out.add(f.fault, files[begun]->name, batch[begun].detail);
+            const bool passing = f.fault == Index::UNREADABLE || f.fault == Index::CHANGING ||
+                                 f.fault == Index::NOT_CONVERTED; // (the program may be installed next time)
             if (passing) continue; // it may be usable next time
             builder.add_file(files[begun]->name, f);
         }

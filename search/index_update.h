@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-constexpr uint64_t WORD_RULES = 1; // increased when words.cpp changes its words
+constexpr uint64_t RULES = 2; // increased when words.cpp changes its words, or DocumentText::read a file's text
 
 // Brings the index of a folder up to date. Reads only files that are new or whose size or time changed; those with the
 // same bytes as before keep their passages.

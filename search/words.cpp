@@ -122,13 +122,13 @@ bool says_nothing(std::string_view word) {
         "你们 他们 她们 它们 自己 这 那 这个 那个 这些 那些 这里 那里 谁 怎么办 怎么样 何时 在 和 与 及 "
         "或 也 都 就 还 又 再 才 把 被 给 对 从 到 向 为 以 于 而 但 但是 因为 所以 如果 虽然 要 会 能 "
         "能够 可以 可 应该 需要 想 想要 请问 告诉 一下 帮 帮助 让 着 过 吧 啊 呀 嘛 之 其 此 很 最 更 太 "
-        "非常 好 一个 一些 一 去 来 说 做 还是 时候 不要 不会 "
-        "a about after all also am an and any are as at be because been before being both but by can "
-        "could did do does doing each for from get give got had has have having he her here him his how i "
-        "if in into is it its just let many may me might mine more most much must my no nor not now of "
-        "off on only or other our out own please same shall she should so some such tell than that the "
-        "their them then there these they thi those to too until up us very was we were what when where "
-        "which while who why will with would you your ";
+        "非常 好 一个 一些 一 去 来 说 做 还是 时候 不要 不会 解释 介绍 说明 描述 讲 讲讲 定义 意思 区别 "
+        "a about after all also am an and any are as at be because been before being both but by can could "
+        "define describe did difference do does doing each explain for from get give got had has have having "
+        "he her here him his how i if in into is it its just let many may me mean meaning might mine more "
+        "most much must my no nor not now of off on only or other our out own please same shall she should so "
+        "some such tell than that the their them then there these they thi those to too until up us very was "
+        "we were what when where which while who why will with would you your ";
     return WORDS.find(" " + std::string(word) + " ") != WORDS.npos;
 }
 

@@ -19,6 +19,6 @@ using WordCounts = std::vector<std::pair<uint64_t, uint32_t>>;
 WordCounts count_words(const Jieba& jieba, std::string_view text, uint32_t& length); // length: number of all words
 
 // Words that say nothing about a subject, in English as index_words writes them ("thi"): question words, pronouns,
-// prepositions, auxiliaries. Some are rare in the texts, and would get a high weight.
+// prepositions, auxiliaries, verbs that ask (explain, 介绍). Some are rare in the texts, and would get a high weight.
 bool says_nothing(std::string_view word);
 WordCounts question_words(const Jieba& jieba, std::string_view question); // without these

@@ -1,7 +1,7 @@
 // Retrieval: how often the passage that holds an answer is found, and how long an index and a question take.
 //   make build/bench_retrieval; from the repository's root:
 //   build/bench_retrieval recall data/course/notes data/course/exam_qa.jsonl ...   questions with `evidence` FILE:FIRST-LAST
-//   build/bench_retrieval nothing data/course/notes tests/fixtures/everyday.txt    counts lines that find a passage
+//   build/bench_retrieval nothing data/course/notes tests/fixtures/unrelated.txt   counts lines that find a passage
 //   build/bench_retrieval words data/course/notes data/course/exam_qa.jsonl ...    the same words as JSON, for
 //                                                                                  tests/reference/peer_bm25.py
 //   build/bench_retrieval text FOLDER MB                       files of 1 MB of words by Zipf's law, in two languages

@@ -441,10 +441,10 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
         REQUIRE(r.status == 0);
         CHECK(Json(lines(r.out)[0])["text"].str() == "--sandbox|" + filter + "./" + given + "| read the words of this.\n");
     }
-    // Their messages on failure are shown.
-    const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; echo 'Incorrect \033[1mpassword' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
+    // The last line of their messages on failure is shown.
+    const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; printf 'Odd.\nIncorrect \033[1mpassword\n' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
     CHECK(bad.status == 1);
-    CHECK(bad.err == "Incorrect  [1mpassword\ndatagen: " + pdf + ": pdftotext failed: exit status 3\n");
+    CHECK(bad.err == "datagen: " + pdf + ": pdftotext failed: exit status 3: Incorrect  [1mpassword\n");
     CHECK(!fs::exists(scratch / "x"));
     CHECK(datagen_with(scratch, {{"pdftotext", "kill -9 $$"}}, {"chunk", pdf}).err.find("ended by signal 9") != std::string::npos);
     check_refusal(datagen_with(scratch, {{"pdftotext", "printf '\\f\\f'"}}, {"chunk", pdf}), "datagen", "OCR");

@@ -139,6 +139,23 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(count(r.out, "\nkept: ") == 1);
     CHECK(count(r.out, "\n    wanted: ") == 3);
     CHECK(count(r.out, "\n    now:    ") == 3);
+    // The report is one file with the curve, the recipe, the verdict and every measured answer, as text.
+    const std::string answers = scratch / "Die Uhr 钟/before-learnt.jsonl", page = scratch / "Die Uhr 钟/report.html";
+    std::string answered = read_file(answers);
+    answered.insert(answered.find("\"answer\": \"") + 11, "<script>a & b</script>\\nc");
+    write_file(answers, answered);
+    CHECK(teach(words, scratch.path).wait().status == 0);
+    const std::string report = read_file(page);
+    INFO(report);
+    CHECK(count(report, "<polyline") == 2);
+    CHECK(count(report, " --full") == 1);
+    CHECK(count(report, "15 rows, 80 steps in 0:") == 1);
+    CHECK(count(report, "<p>It knows by heart the questions that it learnt (ROUGE-L ") == 1);
+    CHECK(count(report, "<tr><td>learnt, after<td>15<td>") == 1);
+    CHECK(count(report, "<tr><td>learnt<td>") == 15);
+    CHECK(count(report, "<tr><td>kept<td>") == 4);
+    CHECK(count(report, "&lt;script>a &amp; b&lt;/script>\nc") == 1);
+    for (auto part : {"<script", " src=", " href=", "url("}) CHECK(count(report, part) == 0);
     const std::string table = scratch / "Die Uhr 钟/after-learnt", row = read_file(table);
     auto judged = [&](const std::string& rouge) { // as if the table had other numbers
         std::string other = row;
