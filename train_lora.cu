@@ -10,9 +10,11 @@
    by their number in the whole step: so it does not matter into how many batches the step is cut. Then AdamW moves the
    master parameters, which are float32, and their copies of type T, which the products read.
 
-   With --dpo a unit of data is not a row but a pair, two rows with one prompt, and the loss is a mean over pairs. Its
-   gradient by the logits of a token is that of cross entropy times a number of its row, so that nothing but the head's
-   pass differs: once for the losses, which give the numbers; then row by row, each with its number as `scale`.
+   With --dpo, --ipo, --simpo and --orpo a unit of data is not a row but a pair, two rows with one prompt, and the loss
+   is a mean over pairs. Its gradient by the logits of a token is that of cross entropy times a number of its row, so
+   that nothing but the head's pass differs: once for the losses, which give the numbers; then row by row, each with its
+   number as `scale`. With --kto a unit is one answer with a label, and a second row with the same prompt, which is only
+   measured.
 
    With --grpo it is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
    rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
@@ -35,7 +37,7 @@
      trainer.h    the trainer, by concern:                   rewards      what an answer is worth
        plan       its memory                                 answers      draws answers
        step       a step on rows, AdamW                      grpo         advantages, the loss of a token, groups
-       dpo        preferences                                log          trainer_log.jsonl and the curve
+       preferences  their losses, the reference              log          trainer_log.jsonl and the curve
        rollout    answers, rewards and their gradients       merge        the adapter merged into the model
        checkpoint what was trained; the state of a run
      parameters   what is trained and where it lies
@@ -70,6 +72,19 @@ static void tell_differences(const TrainOptions& o, const Tokenizer& t) {
         fprintf(stderr, "%s: rows are in Qwen3's chat template, and its own is another\n", o.model.c_str());
 }
 
+// Pairs, labelled answers and other rows are for different losses.
+static void must_fit(const TrainOptions& o, const Dataset& set) {
+    const bool pairs = o.preference && o.preference->pairs(), labelled = o.preference && !pairs;
+    if (pairs && !set.pairs())
+        DIE("%s: --%s trains on pairs, and these rows have no chosen and rejected answers", set.path(),
+            o.preference->name);
+    if (labelled && !set.labelled())
+        DIE("%s: --kto trains on labelled answers, and these rows have no kto_tag", set.path());
+    if (!pairs && set.pairs())
+        DIE("%s: pairs of chosen and rejected answers: they need --dpo, --ipo, --simpo or --orpo", set.path());
+    if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
+}
+
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
@@ -82,9 +97,7 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
                         "datagen pack -z " + vocabulary + " makes it again for this model");
         if (set->id_limit() > (uint32_t)tokenizer.size())
             DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
-        if (o.dpo && !set->pairs())
-            DIE("%s: --dpo trains on pairs, and these rows have no chosen and rejected answers", path.c_str());
-        if (!o.dpo && set->pairs()) DIE("%s: pairs of chosen and rejected answers: they need --dpo", path.c_str());
+        must_fit(o, *set);
         return set;
     };
     data = open(o.train);
@@ -92,8 +105,9 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
     eval = open(o.eval);
     std::set<uint64_t> known;
     size_t leaked = 0;
-    for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
-    for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
+    const size_t each = data->labelled() ? 2 : 1; // (every second one is a mismatched row)
+    for (size_t i = 0; i < eval->rows(); i += each) known.insert(eval->hash(i));
+    for (size_t i = 0; i < data->rows(); i += each) leaked += known.count(data->hash(i));
     if (leaked && !o.allow_leak)
         DIE("%s: %s in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(),
             leaked == 1 ? "1 row is" : format("%zu rows are", leaked).c_str(), o.eval.c_str());

@@ -2,6 +2,7 @@
 #include "train/loader.h"
 #include "train/buckets.h"
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 void Loader::choose_rows(const Dataset* evaluation) {
@@ -19,6 +20,7 @@ std::vector<size_t> Loader::fitting(const Dataset& from) {
     for (size_t i = 0; i < all; i++) {
         size_t most = 0, sum = 0;
         each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
+        if (from.labelled()) sum = most - 1; // (its two rows are in different batches)
         if (o.grpo) most = prompt_of(from.row(i)).size() + o.rl.max_tokens, sum = o.rl.group * (most - 1);
         if (most > limit) continue;
         list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
@@ -106,4 +108,5 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     return {(int)N, n, token, pos, seq, slot, pages, max_pages};
 }
 template Batch Loader::load(const Dataset&, const size_t*, int, int, int&);
+template Batch Loader::load(const Half&, const size_t*, int, int, int&);
 template Batch Loader::load(const Groups&, const size_t*, int, int, int&);
