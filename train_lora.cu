@@ -27,7 +27,7 @@
    owns a part of them (ZeRO stage 1; Rajbhandari et al., 2020): it gets the sums of that part, moves its parameters,
    and sends the others their copies of type T. Rank 0 evaluates, and writes all there is to write.
 
-   What is random (order of rows, first A, dropout) is a function of seed, step and place, so that a run that was
+   What is random (order of rows, first A, dropout, noise) is a function of seed, step and place, so that a run that was
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 

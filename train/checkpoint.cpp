@@ -71,6 +71,8 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
     w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
     w.field("shuffle", o.shuffle);
+    if (o.loraplus != 1) w.field("loraplus-ratio", o.loraplus);
+    if (o.neftune > 0) w.field("neftune-alpha", o.neftune);
     if (o.ranks->size > 1) w.field("ranks", o.ranks->size);
     if (o.preference) {
         const std::string name = o.preference->name;

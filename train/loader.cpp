@@ -69,7 +69,7 @@ std::vector<size_t> Loader::deal_step(const std::vector<size_t>& list) {
 void Loader::plan(Arena& arena) {
     const int N = most_tokens;
     for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
-    place = arena.take<uint32_t>(N);
+    place = arena.take<uint32_t>(N), bound = arena.take<float>(o.neftune > 0 ? N : 0);
     pages = arena.take<int>(sequences() * max_pages);
 }
 
@@ -78,6 +78,7 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     n *= group; // sequences
     std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
     std::vector<uint32_t> all_place;
+    std::vector<float> all_bound;
     int page = 0;
     ends.clear();
     for (int s = 0; s < n; s++) {
@@ -93,6 +94,8 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
             all_slot.push_back((page - 1) * PAGE + i % PAGE);
             all_place.push_back((uint32_t)(in_step * group + s % group) * (uint32_t)o.max_len + (uint32_t)i);
         }
+        if (o.neftune > 0)
+            all_bound.resize(all_token.size(), (float)(o.neftune / std::sqrt((double)(row.size() - 1) * c.C)));
         ends.push_back((int)all_named.size());
     }
     const size_t N = all_token.size();
@@ -101,6 +104,7 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     copy_in(ctx, seq, all_seq.data(), N);
     copy_in(ctx, slot, all_slot.data(), N);
     copy_in(ctx, place, all_place.data(), N);
+    copy_in(ctx, bound, all_bound.data(), all_bound.size());
     copy_in(ctx, pages, table.data(), table.size());
     copy_in(ctx, named, all_named.data(), all_named.size());
     copy_in(ctx, target, all_target.data(), all_target.size());

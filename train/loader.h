@@ -62,6 +62,7 @@ struct Loader {
     // ---- Batches
     int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and the targets after them
     uint32_t* place;       // Dropout::token
+    float* bound;          // Noise::bound, with --neftune-alpha
     int max_pages;         // of a row
     std::vector<int> ends; // end of each sequence's trained tokens in `named`
     void plan(Arena& arena);

@@ -46,7 +46,12 @@ static std::vector<Option> option_table(TrainOptions& o) {
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... alpha / sqrt(rank) times (default: off)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "adapted matrices: all (default), or some of q,k,v,o,gate,up,down", lora(targets)},
-        {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 with --dpo and --grpo)", number(o.dropout, 0, 0.99)},
+        {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 on preferences and rewards)",
+         number(o.dropout, 0, 0.99)},
+        {"", "--loraplus-ratio", "X", "LoRA+: learning rate of B over that of A (default 1)",
+         number(o.loraplus, 1e-3, 1e6)},
+        {"", "--neftune-alpha", "X", "NEFTune: noise on the embeddings in training (default 0)",
+         number(o.neftune, 0, 1e6)},
         {"", "--adapter-init", "DIR", "start from this adapter, with its rank, alpha and targets",
          file_name(o.adapter_init)},
         {"", "--dpo", "", "train on pairs of a chosen and a rejected answer; below, read \"row\" as\n"
@@ -152,6 +157,9 @@ void check_options(const TrainOptions& o) {
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
         DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
     if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (o.full && o.loraplus != 1) DIE("--full trains the model itself: there is no adapter for --loraplus-ratio");
+    if (o.neftune > 0 && (o.preference || o.grpo))
+        DIE("--neftune-alpha is for training on answers, not with --%s", o.grpo ? "grpo" : o.preference->name);
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
     for (auto& [option, loss] : o.of_loss)

@@ -18,6 +18,7 @@ struct TrainOptions : ModelOptions {
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not given
     int batch = 16, accum = 1, max_len = 512;
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: given by epochs, every epoch
+    double loraplus = 1, neftune = 0;                  // B's learning rate over A's; noise
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false,
          tensorboard = false;

@@ -43,6 +43,7 @@ template <class T> void Trainer<T>::agree() {
 template <class T> void Trainer<T>::use_dropout(bool on) {
     const Dropout* used = on && o.dropout > 0 ? &dropout : nullptr;
     each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { linear.adapter.dropout = used; });
+    a.noise = on && o.neftune > 0 ? &noise : nullptr;
 }
 
 // ---- Batches
@@ -109,6 +110,7 @@ static double schedule(const TrainOptions& o, int64_t k, int64_t steps) {
 
 template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& list, size_t all) {
     dropout = {o.dropout, o.seed, (uint32_t)step, loader.place};
+    noise = {o.seed, (uint32_t)step, loader.place, loader.bound};
     use_dropout(true);
     params.clear_gradient();
     if (o.grpo) add_groups();

@@ -61,6 +61,7 @@ template <class T> struct Trainer {
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
     double* results;    // loss and gradient norm of the step
     Dropout dropout;
+    Noise noise;        // of --neftune-alpha
     std::string memory; // the plan, for people
     bool ample = false; // see Activations
 
@@ -129,7 +130,7 @@ template <class T> struct Trainer {
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 
-    void use_dropout(bool on);
+    void use_dropout(bool on); // and noise
     // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
     // unit in the list. Batches without a unit of `wanted` are skipped; null: none is. (From: Dataset, Half or Groups.)
     using OnBatch = std::function<void(const Batch& b, size_t first, int R)>;
