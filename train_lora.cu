@@ -41,14 +41,18 @@
        rollout    answers, rewards and their gradients       merge        the adapter merged into the model
        checkpoint what was trained; the state of a run
      parameters   what is trained and where it lies
-     loader       rows, their order, batches
+     loader       rows, their order, batches                 recipe       LLaMA-Factory's keys as options
 */
+#include "base/file.h"
+#include "book/arguments.h"
+#include "book/pack.h"
 #include "model/chat_template.h"
 #include "model/dataset.h"
 #include "model/device.h"
 #include "train/merge.h"
 #include "train/options.h"
 #include "train/run.h"
+#include <cstdio>
 #include <memory>
 #include <set>
 #include <string>
@@ -114,6 +118,22 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
     return leaked;
 }
 
+// A recipe's rows, by `datagen pack`.
+static void pack_recipe(const TrainOptions& o) {
+    for (auto& words : o.packs) {
+        book::Arguments a;
+        a.files = {words[0], words[1]};
+        for (size_t i = 2; i < words.size(); i += 2) a.given[words[i]] = words[i + 1];
+        a.given["-z"] = tokenizer_path(o);
+        Recipe::Words shown = words;
+        shown.insert(shown.end(), {"-z", a.given["-z"]});
+        fprintf(stderr, "%s: %s\n", o.recipe.c_str(), shell_command("datagen pack", shown).c_str());
+        const size_t slash = words[1].rfind('/');
+        if (slash != std::string::npos) make_folder(words[1].substr(0, slash));
+        book::run_pack(a);
+    }
+}
+
 // Becomes one of several ranks, if there are to be several.
 static void join_ranks(TrainOptions& o) {
     Ranks& ranks = *o.ranks;
@@ -147,6 +167,7 @@ static int run(int argc, char** argv) {
         o.lora = adapter.config;
         if (o.starters.empty()) o.starters = adapter.starters;
     }
+    pack_recipe(o);
     std::unique_ptr<Dataset> data, eval;
     const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file, data, eval);
     if (data) join_ranks(o);

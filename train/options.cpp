@@ -2,10 +2,12 @@
 #include "train/options.h"
 #include "train/rewards.h"
 #include <algorithm>
+#include <cstdio>
 
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
     "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
+    "       train_lora --recipe FILE [options]                 a recipe in the words of LLaMA-Factory's YAML files\n"
     "       train_lora --version\n";
 
 static void parse_targets(AdapterConfig& lora, const std::string& list) {
@@ -39,6 +41,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
     GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
+        {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options override its own",
+         file_name(o.recipe)},
         {"-o", "--output", "DIR", "output folder: adapter, log, loss curve, checkpoint", file_name(o.out)},
         {"", "--full", "", "train all parameters and write OUT/model.bin (default: LoRA)", flag(o.full)},
         {"", "--rank", "N", "LoRA rank (default 32)", lora(whole(o.lora.rank, 1, MAX_RANK))},
@@ -179,13 +183,28 @@ void check_options(const TrainOptions& o) {
         DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
 }
 
+// Parses the command line, or the options of its recipe before those of the command line.
+static std::vector<std::string> parse_all(TrainOptions& o, const std::vector<Option>& table, int argc, char** argv) {
+    TrainOptions first;
+    parse(option_table(first), argc, argv);
+    if (first.recipe.empty() || first.help) return parse(table, argc, argv);
+    const Recipe recipe = read_recipe(first.recipe);
+    std::vector<char*> words = {argv[0]};
+    for (auto& word : recipe.options) words.push_back(const_cast<char*>(word.c_str()));
+    words.insert(words.end(), argv + 1, argv + argc);
+    o.packs = recipe.packs;
+    for (auto& remark : recipe.remarks) fprintf(stderr, "%s: %s\n", first.recipe.c_str(), remark.c_str());
+    fprintf(stderr, "%s: %s\n", first.recipe.c_str(), shell_command("train_lora", recipe.options).c_str());
+    return parse(table, (int)words.size(), words.data());
+}
+
 TrainOptions parse_options(int argc, char** argv) {
     TrainOptions o;
     o.lora.rank = 32;
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
     o.lr = o.dropout = -1; // not given
     const std::vector<Option> table = option_table(o);
-    const std::vector<std::string> words = parse(table, argc, argv);
+    const std::vector<std::string> words = parse_all(o, table, argc, argv);
     if (o.help) return print_help(USAGE, table), o;
     if (words.empty()) DIE("no model named (--help lists the options)");
     if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());

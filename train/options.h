@@ -4,6 +4,7 @@
 #include "train/grpo.h"
 #include "train/preferences.h"
 #include "train/ranks.h"
+#include "train/recipe.h"
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -11,6 +12,8 @@
 #include <vector>
 
 struct TrainOptions : ModelOptions {
+    std::string recipe; // its file
+    std::vector<Recipe::Words> packs; // of the recipe
     std::string train, out, eval, adapter_init, merge, merge_as, schedule = "cosine";
     AdapterConfig lora;
     Starters starters;
