@@ -57,8 +57,8 @@ static const Command COMMANDS[] = {
      "drops bad and duplicate rows (--chunks chunks.jsonl compares answers with their source)"},
     {"split", "clean.jsonl", "--test --seed --drop-leaks --dropped", 1, 1, run_split,
      "splits rows by chunk into train.jsonl and test.jsonl (--test N rows) in the folder -o; reports leakage"},
-    {"pack", "rows.jsonl out.bin", "-z --max-len --over --info --name --dropped", 2, 2, run_pack,
-     "tokenizes rows for train_lora; also reads dataset_info.json (--name NAME)"},
+    {"pack", "rows.jsonl out.bin", "-z --max-len --max-rows --over --info --name --dropped", 2, 2, run_pack,
+     "tokenizes rows for train_lora; also reads dataset_info.json (--name NAMES)"},
     {"unpack", "data.bin", "-z", 1, 1, run_unpack, "prints the rows of a packed dataset as JSONL"},
     {"stats", "rows.jsonl|data.bin", "-z", 1, 1, run_stats, "prints rows, tokens, lengths and difficulties by chapter"},
     {"grade", "QUESTIONS", "--url --mode --health-limit --predict-limit --least --json -z", 1, 1, run_grade,
@@ -107,6 +107,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--seed", "N", "seed of the split (default 0)", {}},
         {"", "--drop-leaks", "", "drop training rows that share text with test rows", {}},
         {"", "--max-len", "N", "longest row in tokens (default 512)", {}},
+        {"", "--max-rows", "N", "read the first N rows of each dataset (default: all)", {}},
         {"", "--over", "drop|refuse", "longer rows: drop or refuse (default: drop)", {}},
         {"", "--info", "FILE", "dataset_info.json to write, or none (default: beside the rows)", {}},
         {"", "--mode", "ok|batch|both", "ask one question at a time, all in one list, or both (default: as the\n"
@@ -115,7 +116,8 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--predict-limit", "SECONDS", "seconds for all answers (default 360)", {}},
         {"", "--least", "X", "lowest ROUGE-L that passes (default 0.35)", {}},
         {"", "--json", "FILE", "write the report and each answer as one JSON object (default: off)", {}},
-        {"", "--name", "NAME", "name of the dataset in dataset_info.json; needed to read one", {}},
+        {"", "--name", "NAMES", "names of datasets in dataset_info.json, with commas between them; needed to\n"
+         "read one", {}},
     };
     for (auto& o : table)
         o.set = [&a, key = std::string(*o.brief ? o.brief : o.name)](const char*, const char* v) { a.given[key] = v; };

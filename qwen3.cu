@@ -309,6 +309,17 @@ void embed(acc<T>* x,              // (N,C) out
     }
 }
 
+// ---- add_noise: x[n] += bound[n] u, u uniform in [-1, 1)^C (NEFTune; Jain et al., 2023). Training only.
+template <class A>
+void add_noise(A* x, // (N,C) +=
+               const Noise& noise, int N, int C) {
+    const PhiloxKeys keys(noise.seed);
+    #pragma omp parallel for schedule(static) if (N > 4)
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < C; i++)
+            x[(size_t)n * C + i] += noise.bound[n] * noise_numbers(keys, noise.step, noise.token[n], i / 4).v[i % 4];
+}
+
 constexpr int MAX_HEAD = 512; // the largest D; model/model_file.cpp refuses more
 
 // The views of attention's ops.
@@ -467,6 +478,7 @@ template <class T> struct Activations {
 
     bool recompute = false; // training keeps only `in` of each layer; the backward pass runs layer_forward again
     bool ample = false;     // training also keeps q, hidden, keys and values of each layer
+    const Noise* noise = nullptr; // training only: added to the embeddings
     void plan(Arena& arena, const Config& c, int N, bool gate_up = true); // gate_up: false for the GPU's fused op
     void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false);
 };
@@ -517,6 +529,7 @@ void forward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& ba
     const Batch b = kv.of(batch);
     const int N = b.N, C = c.C;
     RUN(embed, a.layer[0].in, w.embed, b, C);
+    if (a.noise) RUN(add_noise, a.layer[0].in, *a.noise, N, C);
     for (int l = 0; l < c.L && !(ctx.stop && *ctx.stop); l++)
         layer_forward(ctx, c, w.layers[l], b, a.layer[l], kv.layer(l), rope);
     RUN(rmsnorm, a.normed, a.layer[c.L - 1].out, w.norm, N, C, c.eps);
@@ -1343,6 +1356,21 @@ void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b
     if (Optional::embed(ctx, x, table, b)) return;
     // A forward's first kernel waits for all earlier work, so that those after it may read early: see launch_kernel.
     launch_kernel(ctx, false, embed_kernel, b.N, 128, 0, x, table.w[0], b, C);
+}
+
+// ---- add_noise. A block a token, 128 threads, a thread four neighbouring channels at a time. Bound by the ten rounds
+// of Philox.
+__global__ void add_noise_kernel(float* x, Noise noise, PhiloxKeys keys, int C) {
+    let_next_start();
+    wait_for_previous();
+    const int n = blockIdx.x;
+    for (int i = threadIdx.x * 4; i < C; i += blockDim.x * 4) {
+        const FourNumbers u = noise_numbers(keys, noise.step, noise.token[n], i / 4);
+        for (int k = 0; k < 4 && i + k < C; k++) x[(size_t)n * C + i + k] += noise.bound[n] * u.v[k];
+    }
+}
+void add_noise_gpu(Context& ctx, float* x, const Noise& noise, int N, int C) {
+    launch(ctx, add_noise_kernel, N, 128, 0, x, noise, PhiloxKeys(noise.seed), C);
 }
 #endif
 

@@ -10,9 +10,11 @@
    by their number in the whole step: so it does not matter into how many batches the step is cut. Then AdamW moves the
    master parameters, which are float32, and their copies of type T, which the products read.
 
-   With --dpo a unit of data is not a row but a pair, two rows with one prompt, and the loss is a mean over pairs. Its
-   gradient by the logits of a token is that of cross entropy times a number of its row, so that nothing but the head's
-   pass differs: once for the losses, which give the numbers; then row by row, each with its number as `scale`.
+   With --dpo, --ipo, --simpo and --orpo a unit of data is not a row but a pair, two rows with one prompt, and the loss
+   is a mean over pairs. Its gradient by the logits of a token is that of cross entropy times a number of its row, so
+   that nothing but the head's pass differs: once for the losses, which give the numbers; then row by row, each with its
+   number as `scale`. With --kto a unit is one answer with a label, and a second row with the same prompt, which is only
+   measured.
 
    With --grpo it is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
    rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
@@ -25,7 +27,7 @@
    owns a part of them (ZeRO stage 1; Rajbhandari et al., 2020): it gets the sums of that part, moves its parameters,
    and sends the others their copies of type T. Rank 0 evaluates, and writes all there is to write.
 
-   What is random (order of rows, first A, dropout) is a function of seed, step and place, so that a run that was
+   What is random (order of rows, first A, dropout, noise) is a function of seed, step and place, so that a run that was
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 
@@ -35,18 +37,22 @@
      trainer.h    the trainer, by concern:                   rewards      what an answer is worth
        plan       its memory                                 answers      draws answers
        step       a step on rows, AdamW                      grpo         advantages, the loss of a token, groups
-       dpo        preferences                                log          trainer_log.jsonl and the curve
+       preferences  their losses, the reference              log          trainer_log.jsonl and the curve
        rollout    answers, rewards and their gradients       merge        the adapter merged into the model
        checkpoint what was trained; the state of a run
      parameters   what is trained and where it lies
-     loader       rows, their order, batches
+     loader       rows, their order, batches                 recipe       LLaMA-Factory's keys as options
 */
+#include "base/file.h"
+#include "book/arguments.h"
+#include "book/pack.h"
 #include "model/chat_template.h"
 #include "model/dataset.h"
 #include "model/device.h"
 #include "train/merge.h"
 #include "train/options.h"
 #include "train/run.h"
+#include <cstdio>
 #include <memory>
 #include <set>
 #include <string>
@@ -70,6 +76,19 @@ static void tell_differences(const TrainOptions& o, const Tokenizer& t) {
         fprintf(stderr, "%s: rows are in Qwen3's chat template, and its own is another\n", o.model.c_str());
 }
 
+// Pairs, labelled answers and other rows are for different losses.
+static void must_fit(const TrainOptions& o, const Dataset& set) {
+    const bool pairs = o.preference && o.preference->pairs(), labelled = o.preference && !pairs;
+    if (pairs && !set.pairs())
+        DIE("%s: --%s trains on pairs, and these rows have no chosen and rejected answers", set.path(),
+            o.preference->name);
+    if (labelled && !set.labelled())
+        DIE("%s: --kto trains on labelled answers, and these rows have no kto_tag", set.path());
+    if (!pairs && set.pairs())
+        DIE("%s: pairs of chosen and rejected answers: they need --dpo, --ipo, --simpo or --orpo", set.path());
+    if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
+}
+
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
@@ -82,9 +101,7 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
                         "datagen pack -z " + vocabulary + " makes it again for this model");
         if (set->id_limit() > (uint32_t)tokenizer.size())
             DIE("%s: id %u is not in the tokenizer's %d", path.c_str(), set->id_limit() - 1, tokenizer.size());
-        if (o.dpo && !set->pairs())
-            DIE("%s: --dpo trains on pairs, and these rows have no chosen and rejected answers", path.c_str());
-        if (!o.dpo && set->pairs()) DIE("%s: pairs of chosen and rejected answers: they need --dpo", path.c_str());
+        must_fit(o, *set);
         return set;
     };
     data = open(o.train);
@@ -92,12 +109,29 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
     eval = open(o.eval);
     std::set<uint64_t> known;
     size_t leaked = 0;
-    for (size_t i = 0; i < eval->rows(); i++) known.insert(eval->hash(i));
-    for (size_t i = 0; i < data->rows(); i++) leaked += known.count(data->hash(i));
+    const size_t each = data->labelled() ? 2 : 1; // (every second one is a mismatched row)
+    for (size_t i = 0; i < eval->rows(); i += each) known.insert(eval->hash(i));
+    for (size_t i = 0; i < data->rows(); i += each) leaked += known.count(data->hash(i));
     if (leaked && !o.allow_leak)
         DIE("%s: %s in %s too, whose loss would mean nothing (--allow-leak)", o.train.c_str(),
             leaked == 1 ? "1 row is" : format("%zu rows are", leaked).c_str(), o.eval.c_str());
     return leaked;
+}
+
+// A recipe's rows, by `datagen pack`.
+static void pack_recipe(const TrainOptions& o) {
+    for (auto& words : o.packs) {
+        book::Arguments a;
+        a.files = {words[0], words[1]};
+        for (size_t i = 2; i < words.size(); i += 2) a.given[words[i]] = words[i + 1];
+        a.given["-z"] = tokenizer_path(o);
+        Recipe::Words shown = words;
+        shown.insert(shown.end(), {"-z", a.given["-z"]});
+        fprintf(stderr, "%s: %s\n", o.recipe.c_str(), shell_command("datagen pack", shown).c_str());
+        const size_t slash = words[1].rfind('/');
+        if (slash != std::string::npos) make_folder(words[1].substr(0, slash));
+        book::run_pack(a);
+    }
 }
 
 // Becomes one of several ranks, if there are to be several.
@@ -133,6 +167,7 @@ static int run(int argc, char** argv) {
         o.lora = adapter.config;
         if (o.starters.empty()) o.starters = adapter.starters;
     }
+    pack_recipe(o);
     std::unique_ptr<Dataset> data, eval;
     const size_t leaked = o.train.empty() ? 0 : open_datasets(o, file, data, eval);
     if (data) join_ranks(o);

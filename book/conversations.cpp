@@ -24,6 +24,7 @@ std::vector<std::pair<std::string, std::string>> Layout::columns_of(const std::s
     else if (kind == "alpaca") columns.insert(columns.end(), {"prompt", "query", "system", "history"});
     else columns.insert(columns.end(), {"messages", "system"});
     if (kind != "text") columns.push_back("tools");
+    if (kind != "text" && !pair) columns.push_back("kto_tag");
     if (kind == "alpaca" && !pair) columns.push_back("response");
     for (auto& column : columns) {
         const std::string& key = name.at(column);
@@ -209,6 +210,18 @@ bool is_text(sj::Value v, const Layout& layout) {
 std::string read_text(sj::Value v, const Layout& layout) {
     if (!v.is(sj::Object)) DIE("not an object");
     return layout.shown() ? v["text"].str() : joined(v, layout, {"prompt", "query"});
+}
+
+bool is_labelled(sj::Value v, const Layout& layout) {
+    if (!layout.shown()) return !layout.name.at("kto_tag").empty();
+    return v.is(sj::Object) && !is_absent(v["kto_tag"]);
+}
+
+bool read_label(sj::Value v, const Layout& layout) {
+    const std::string& key = layout.name.at("kto_tag");
+    if (is_absent(v[key])) DIE("%s: missing", key.c_str());
+    if (!v[key].is(sj::True) && !v[key].is(sj::False)) DIE("%s: neither true nor false", key.c_str());
+    return v[key].boolean();
 }
 
 bool is_preference(sj::Value v, const Layout& layout) {

@@ -21,7 +21,8 @@ struct Layout {
         {"prompt", "instruction"}, {"query", "input"}, {"response", "output"}, {"system", "system"},
         {"history", "history"}, {"messages", "conversations"}, {"tools", "tools"}, {"role_tag", "from"},
         {"content_tag", "value"}, {"user_tag", "human"}, {"assistant_tag", "gpt"}, {"observation_tag", "observation"},
-        {"function_tag", "function_call"}, {"system_tag", "system"}, {"chosen", "chosen"}, {"rejected", "rejected"}};
+        {"function_tag", "function_call"}, {"system_tag", "system"}, {"chosen", "chosen"}, {"rejected", "rejected"},
+        {"kto_tag", "kto_tag"}};
     Layout(); // (in the .cpp file, as the map above is much code at every `= {}`)
     ~Layout();
 
@@ -73,6 +74,10 @@ struct Preference {
     std::string kind; // alpaca, openai or sharegpt as read by LLaMA-Factory; trl or text
     std::map<std::string, std::set<std::string>> tags; // as in a Conversation
 };
+
+// A conversation with a label for KTO: whether its last answer is desirable.
+bool is_labelled(sj::Value v, const Layout& layout);
+bool read_label(sj::Value v, const Layout& layout);
 
 bool is_preference(sj::Value v, const Layout& layout);
 Preference read_preference(sj::Value v, const Layout& layout);

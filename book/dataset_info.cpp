@@ -41,15 +41,17 @@ Layout read_dataset_info(const std::string& path, const std::string& name, std::
         DIE("%s: formatting %s is not known", where.c_str(), in_quotes(layout.formatting).c_str());
     // Optional columns have no default; if some columns are mapped, the others are not read.
     const bool mapped = entry["columns"].is(sj::Object);
-    for (const char* column : {"prompt", "query", "response", "history", "system", "tools", "chosen", "rejected"}) {
+    for (const char* column : {"prompt", "query", "response", "history", "system", "tools", "chosen", "rejected",
+                               "kto_tag"}) {
         const bool needed = *column == 'p' || *column == 'q' || !strcmp(column, "response");
         if (mapped || !needed) layout.name[column] = "";
     }
+    auto is_tag = [](const std::string& key) { return key != "kto_tag" && key.find("_tag") != key.npos; };
     std::string unread;
     auto leave = [&](const std::string& key) { unread += (unread.empty() ? "" : ", ") + key; };
     for (auto part : {"columns", "tags"})
         for (auto [key, value] : entry[part].members())
-            if (!layout.name.count(key) || (key.find("_tag") == key.npos) != (*part == 'c')) leave(key);
+            if (!layout.name.count(key) || is_tag(key) != (*part == 't')) leave(key);
             else if (value.is(sj::String)) layout.name[key] = value.str();
             else if (!is_absent(value)) DIE("%s: %s: not a string", where.c_str(), key.c_str());
     static const std::set<std::string> known = {"file_name", "formatting", "ranking", "columns", "tags"};

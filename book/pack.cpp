@@ -12,6 +12,7 @@
 #include "sj.h"
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -27,11 +28,14 @@ struct Packed {
     std::map<std::string, std::set<std::string>> tags;
     std::vector<Words> rows;       // of a preference: the chosen, the rejected
     size_t wordless = 0;           // answers left out because they are empty
-    bool pair = false, mark = false; // mark: a message contains a special token's name as text
+    bool pair = false, labelled = false, desirable = false;
+    bool mark = false; // a message contains a special token's name as text
 
     Packed(const Tokenizer& tokenizer, sj::Value v, const Layout& layout) {
         auto look = [&](const Message& m) { mark |= has_mark(tokenizer, m.content); };
+        labelled = is_labelled(v, layout);
         if ((pair = is_preference(v, layout))) {
+            if (labelled) DIE("a pair, and a label (kto_tag): a row has one of them");
             const Preference p = read_preference(v, layout);
             kind = p.kind, tags = p.tags;
             if (is_wordless(p.chosen) || is_wordless(p.rejected)) wordless = 1;
@@ -40,6 +44,7 @@ struct Packed {
             std::for_each(p.prompt.begin(), p.prompt.end(), look);
             look(p.chosen), look(p.rejected);
         } else if (is_text(v, layout)) {
+            if (labelled) DIE("a text, and a label (kto_tag): there is no prompt");
             kind = "text";
             const std::string text = read_text(v, layout);
             if (is_wordless({"", text})) wordless = 1;
@@ -48,84 +53,123 @@ struct Packed {
             const Conversation c = read_conversation(v, layout);
             kind = c.kind, tags = c.tags, rows = render_rows(tokenizer, c), wordless = count_wordless(c);
             std::for_each(c.messages.begin(), c.messages.end(), look);
+            if (!labelled) return;
+            desirable = read_label(v, layout), wordless = is_wordless(c.messages.back());
+            if (wordless) rows.clear();
+            else rows = {rows.back()}; // the label is of the last answer
         }
     }
 };
 
-// Packs the rows of a file.
+struct Source {
+    Layout layout;
+    std::string path;
+};
+
+// Packs the rows of some files into one.
 struct Packer {
-    const Layout layout;
+    const std::vector<Source>& sources;
+    const Source* source = nullptr; // that is being read
+    std::unique_ptr<Reader> reader;
     const Tokenizer tokenizer;
-    const size_t longest;
-    const bool refuse; // fail on longer rows
-    Reader in;
+    const size_t longest, most; // tokens of a row; rows of a file
+    const bool refuse;          // fail on longer rows
     Report report;
     DatasetWriter out;
     RowsRead read = {};
     std::set<std::string> kinds = {};
+    bool labelled = false, desirable = false; // of all rows; of this one
+    Words last = {}, other = {};              // labelled rows: the one before; the last one with another prompt
+    std::vector<std::pair<Words, bool>> waiting = {}; // ... those before any other prompt, with their labels
     size_t lines = 0, trained = 0, marked = 0;
 
-    Packer(const Arguments& a, const Layout& layout, const std::string& input)
-        : layout(layout), tokenizer(a.tokenizer()), longest(a.number("--max-len", 512, 2, 1 << 24)),
-          refuse(a.text("--over", "drop") == "refuse"), in(input),
-          report(a.text("--dropped", input + ".dropped"), {"no answer", "too long"}),
+    Packer(const Arguments& a, const std::vector<Source>& from)
+        : sources(from), tokenizer(a.tokenizer()), longest(a.number("--max-len", 512, 2, 1 << 24)),
+          most(a.number("--max-rows", (size_t)1 << 40, 1, (size_t)1 << 40)),
+          refuse(a.text("--over", "drop") == "refuse"),
+          report(a.text("--dropped", from[0].path + ".dropped"), {"no answer", "too long"}),
           out(a.files[1], tokenizer.hash(), template_hash()) {}
 
     void add(const Packed& packed) {
-        if (lines == 1) read.pairs = packed.pair;
+        if (lines == 1) read.pairs = packed.pair, labelled = packed.labelled;
+        if (packed.labelled != labelled)
+            DIE("%s", labelled ? "kto_tag: missing, which the rows before it have"
+                               : "a label (kto_tag), and no row before it has one");
         if (packed.pair != read.pairs)
             DIE("%s", read.pairs ? "no chosen and rejected answer, which the rows before it have"
                                  : "a chosen and a rejected answer, and no row before it has them");
         kinds.insert(packed.kind);
         for (auto& [tag, names] : packed.tags) read.tags[tag].insert(names.begin(), names.end());
-        for (auto [key, value] : in.row().members())
+        for (auto [key, value] : reader->row().members())
             if (!is_absent(value)) read.keys.insert(key);
         marked += packed.mark;
-        for (size_t i = 0; i < packed.wordless; i++) report.drop("no answer", "an answer says nothing", in);
+        for (size_t i = 0; i < packed.wordless; i++) report.drop("no answer", "an answer says nothing", *reader);
+        desirable = packed.desirable;
         const size_t together = read.pairs ? 2 : 1;
         for (size_t i = 0; i < packed.rows.size(); i += together)
             add_row(packed.rows[i], packed.rows[i + together - 1]);
     }
-    void add_row(const Words& row, const Words& last) { // not a pair: the same row twice
-        if (const size_t size = std::max(row.size(), last.size()); size > longest) {
+    void add_row(const Words& row, const Words& second) { // not a pair: the same row twice
+        if (const size_t size = std::max(row.size(), second.size()); size > longest) {
             const std::string fault = format("%zu tokens, more than %zu", size, longest);
             if (refuse) DIE("%s (--over drop leaves such rows out)", fault.c_str());
-            return report.drop("too long", fault, in);
+            return report.drop("too long", fault, *reader);
         }
-        if (read.pairs) out.add_pair(row, last);
+        if (read.pairs) out.add_pair(row, second);
+        else if (labelled) add_labelled(row);
         else out.add(row);
         report.kept++;
-        trained += count_trained(view(row)) + (read.pairs ? count_trained(view(last)) : 0);
+        trained += count_trained(view(row)) + (read.pairs ? count_trained(view(second)) : 0);
+    }
+    // Beside a labelled row goes its prompt with the answer of the last row before it that has another prompt. The
+    // first rows get the answer of the next such row.
+    void add_labelled(const Words& row) {
+        if (!last.empty() && !same_prompt(row, last)) {
+            other = last;
+            for (auto& [first, label] : waiting) out.add_labelled(first, mismatched_row(first, row, longest), label);
+            waiting.clear();
+        }
+        if (other.empty()) waiting.emplace_back(row, desirable);
+        else out.add_labelled(row, mismatched_row(row, other, longest), desirable);
+        last = row;
     }
     void add_all() {
         Progress progress;
-        while (in.next()) {
-            progress.show("pack", lines++, in.share());
-            const sj::Value v = in.need();
-            try {
-                add(Packed(tokenizer, v, layout));
-            } catch (const Error& e) {
-                DIE("%s: %s", in.where().c_str(), e.what());
+        for (auto& each : sources) {
+            source = &each, reader = std::make_unique<Reader>(each.path);
+            for (size_t n = 0; n < most && reader->next(); n++) {
+                progress.show("pack", lines++, reader->share());
+                const sj::Value v = reader->need();
+                try {
+                    add(Packed(tokenizer, v, each.layout));
+                } catch (const Error& e) {
+                    DIE("%s: %s", reader->where().c_str(), e.what());
+                }
             }
         }
         if (!report.kept)
-            DIE("%s: %s", in.path.c_str(), !lines ? "no row in it"
+            DIE("%s: %s", source->path.c_str(), !lines ? "no row in it"
                 : report.rules[1].dropped ? "all rows are too long" : "no answer says anything");
+        if (!waiting.empty())
+            DIE("%s: labelled answers to one prompt only; KTO measures answers to other prompts, too",
+                source->path.c_str());
     }
 
     // "prompt <- question; not read: input, system"
     std::string columns() const {
         std::set<std::string> left = read.keys;
         std::string used, rest;
-        for (auto& kind : kinds)
-            for (auto& [column, key] : layout.columns_of(kind, read.pairs))
-                if (left.erase(key)) used += (used.empty() ? "" : ", ") + column + " <- " + key;
+        for (auto& each : sources)
+            for (auto& kind : kinds)
+                for (auto& [column, key] : each.layout.columns_of(kind, read.pairs))
+                    if (left.erase(key)) used += (used.empty() ? "" : ", ") + column + " <- " + key;
         for (auto& key : left) rest += (rest.empty() ? "; not read: " : ", ") + score_excerpt(key, 40);
         return "columns: " + used + rest;
     }
     void tell(const std::string& path) const {
         say(format("%s: %zu %s, %llu tokens, %zu of them trained", path.c_str(), lines,
-                   read.pairs ? "pairs" : "conversations", (unsigned long long)out.begins.back(), trained));
+                   read.pairs ? "pairs" : labelled ? "labelled answers, each with a mismatched row" : "conversations",
+                   (unsigned long long)out.begins.back(), trained));
         say(columns());
         if (read.pairs && kinds.count("text"))
             say("a prompt that is a text is continued without the chat template, as TRL does; a list of messages is "
@@ -144,17 +188,33 @@ struct Packer {
     }
 };
 
+Strings split_names(const std::string& list) {
+    Strings names;
+    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        names.push_back(list.substr(at, end - at));
+    }
+    return names;
+}
+
 } // namespace
 
 int run_pack(const Arguments& a) {
     if (a.files.size() != 2) DIE("pack takes two files: the rows and the dataset to write");
-    std::string input = a.files[0];
+    const std::string input = a.files[0];
     const std::string info_name = "dataset_info.json", name = input.substr(input.rfind('/') + 1);
     const std::string over = a.text("--over", "drop");
     const bool by_info = name == info_name;
     if (over != "drop" && over != "refuse") DIE("--over %s: expected drop or refuse", over.c_str());
-    const Layout layout = by_info ? read_dataset_info(input, a.need("--name"), &input) : Layout();
-    Packer packer(a, layout, input);
+    std::vector<Source> sources;
+    if (!by_info) sources.push_back({Layout(), input});
+    else
+        for (auto& entry : split_names(a.need("--name"))) {
+            Source source;
+            source.layout = read_dataset_info(a.files[0], entry, &source.path);
+            sources.push_back(source);
+        }
+    Packer packer(a, sources);
     packer.add_all();
     packer.out.commit();
     packer.report.finish("rows");

@@ -85,8 +85,10 @@ int run_stats(const Arguments& a) {
     }
     if (packed) {
         const Dataset data(a.files[0]);
-        for (; rows < data.rows(); rows++) take(data.row(rows)), hashes.insert(data.hash(rows));
-        printf("rows      %zu, %zu of them different%s\n", rows, hashes.size(), data.pairs() ? "; pairs" : "");
+        const size_t each = data.labelled() ? 2 : 1; // (every second one is a mismatched row)
+        for (size_t i = 0; i < data.rows(); i += each, rows++) take(data.row(i)), hashes.insert(data.hash(i));
+        printf("rows      %zu, %zu of them different%s\n", rows, hashes.size(),
+               data.pairs() ? "; pairs" : data.labelled() ? "; labelled answers" : "");
         printf("tokenizer %s\n", hex(data.header.tokenizer).c_str());
         printf("template  %s\n", hex(data.header.chat_template).c_str());
     } else {

@@ -99,6 +99,21 @@ std::vector<Words> render_pair(const Tokenizer& tokenizer, const Preference& p) 
     return rows;
 }
 
+static Words::const_iterator answer_of(const Words& words) {
+    return std::find_if(words.begin(), words.end(), [](uint32_t word) { return word & TRAIN; });
+}
+
+bool same_prompt(const Words& a, const Words& b) {
+    return std::equal(a.begin(), answer_of(a), b.begin(), answer_of(b));
+}
+
+Words mismatched_row(const Words& row, const Words& other, size_t longest) {
+    Words mixed(row.begin(), answer_of(row));
+    mixed.insert(mixed.end(), answer_of(other), other.end());
+    if (mixed.size() > longest) mixed.resize(longest);
+    return mixed;
+}
+
 Words render_text_row(const Tokenizer& tokenizer, const std::string& text) {
     std::vector<int> ids = tokenizer.encode(text, true);
     add_end_of_text(tokenizer, ids);

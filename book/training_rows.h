@@ -22,6 +22,10 @@ std::vector<Words> render_rows(const Tokenizer& tokenizer, const Conversation& c
 // think block.
 std::vector<Words> render_pair(const Tokenizer& tokenizer, const Preference& p);
 
+bool same_prompt(const Words& a, const Words& b);
+// The prompt of a row with the answer of another, cut to `longest` tokens: KTO measures it and does not train it.
+Words mismatched_row(const Words& row, const Words& other, size_t longest);
+
 // A row of plain text: all of it is trained, and the end token. Names of special tokens in it become special tokens.
 Words render_text_row(const Tokenizer& tokenizer, const std::string& text);
 

@@ -15,7 +15,8 @@ namespace book {
 
 namespace {
 
-// Prints a packed row as messages or text; a pair as prompt and two answers, in TRL's form.
+// Prints a packed row as messages or text; a pair as prompt and two answers, in TRL's form; a labelled answer as
+// messages and kto_tag.
 struct Unpacker {
     const Tokenizer& tokenizer;
     const int start = tokenizer.id("<|im_start|>"), end = tokenizer.id("<|im_end|>");
@@ -96,6 +97,7 @@ int run_unpack(const Arguments& a) {
         w.field("trained", count_trained(row) + (data.pairs() ? count_trained(last) : 0));
         if (data.pairs()) unpacker.write_pair(w, row, last);
         else unpacker.write_row(w, row);
+        if (data.labelled()) w.field("kto_tag", data.desirable(i / 2));
         out.line(w.end().text);
     }
     out.commit();

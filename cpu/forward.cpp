@@ -9,6 +9,10 @@ __attribute__((flatten)) void embed_cpu(Context&, acc<T>* x, const Linear<T>& ta
     embed(x, table, b, C);
 }
 
+template <class A> __attribute__((flatten)) void add_noise_cpu(Context&, A* x, const Noise& noise, int N, int C) {
+    add_noise(x, noise, N, C);
+}
+
 template <class T>
 void rmsnorm_cpu(Context&, T* out, const acc<T>* x, const T* w, int N, int C, float eps) {
     #pragma omp parallel for schedule(static) if (N > 4)
@@ -99,3 +103,8 @@ void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const a
     template void norm_linear_swiglu_cpu(Context&, T*, T*, T*, const acc<T>*, const T*, const Linear<T>&, int, float);
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE
+#ifdef QWEN3_DOUBLE
+template void add_noise_cpu(Context&, double*, const Noise&, int, int);
+#else
+template void add_noise_cpu(Context&, float*, const Noise&, int, int); // of bf16 and of float
+#endif

@@ -14,6 +14,9 @@
 // x[n] = the embedding of token n
 template <class T> void embed_cpu(Context& ctx, acc<T>* x, const Linear<T>& table, const Batch& b, int C);
 
+// x[n] += noise
+template <class A> void add_noise_cpu(Context& ctx, A* x, const Noise& noise, int N, int C);
+
 // out[n] = x[n] / rms(x[n]) * w
 template <class T> void rmsnorm_cpu(Context& ctx, T* out, const acc<T>* x, const T* w, int N, int C, float eps);
 

@@ -15,16 +15,16 @@ const char* dataset_fault(DatasetRow row) {
     return nullptr;
 }
 
-const char* dataset_fault(DatasetRow chosen, DatasetRow rejected) {
+const char* dataset_fault(DatasetRow chosen, DatasetRow rejected, bool labelled) {
     auto answer = [](DatasetRow row) {
         return std::find_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; });
     };
     if (!std::equal(chosen.begin(), answer(chosen), rejected.begin(), answer(rejected)))
-        return "chosen and rejected answer different prompts";
+        return labelled ? "their prompts differ" : "chosen and rejected answer different prompts";
     for (DatasetRow row : {chosen, rejected})
         if (!std::all_of(answer(row), row.end(), [](uint32_t word) { return word & TRAIN; }))
             return "a token behind the prompt is not trained";
-    if (std::equal(chosen.begin(), chosen.end(), rejected.begin(), rejected.end()))
+    if (!labelled && std::equal(chosen.begin(), chosen.end(), rejected.begin(), rejected.end()))
         return "chosen and rejected are the same";
     return nullptr;
 }
@@ -35,22 +35,23 @@ Dataset::Dataset(const std::string& path) : file(path) {
     need(file.size >= sizeof header, "too short for a dataset");
     memcpy(&header, file.data, sizeof header);
     need(!memcmp(header.magic, mine.magic, sizeof mine.magic), "not a dataset (datagen pack makes them)");
-    if (header.version != header.OF_ROWS && !pairs())
-        DIE("%s: a dataset of version %u, not %u or %u", path.c_str(), header.version, header.OF_ROWS,
-            header.OF_PAIRS);
+    if (header.version < header.OF_ROWS || header.version > header.OF_LABELLED)
+        DIE("%s: a dataset of version %u, not %u to %u", path.c_str(), header.version, header.OF_ROWS,
+            header.OF_LABELLED);
     need(header.zero == 0, "bad header");
     need(header.rows > 0, "a dataset without rows");
     need(header.rows % group() == 0, "a row without its pair");
     const uint64_t limit = (uint64_t)1 << 40; // the sums below stay far from 2^64
     need(header.rows < limit && header.tokens < limit, "bad counts");
     const uint64_t padded = header.tokens + header.tokens % 2;
-    const uint64_t size = sizeof header + 4 * padded + 8 * (2 * header.rows + 1);
+    const uint64_t size = sizeof header + 4 * padded +
+                          8 * (2 * header.rows + 1 + (labelled() ? header.rows / 2 : 0));
     if (size != file.size)
         DIE("%s: %zu bytes where the header promises %llu: cut short or damaged", path.c_str(), file.size,
             (unsigned long long)size);
     token = (const uint32_t*)(file.data + sizeof header);
     begin = (const uint64_t*)(token + padded);
-    row_hash = begin + header.rows + 1;
+    row_hash = begin + header.rows + 1, label = row_hash + header.rows;
     need(padded == header.tokens || token[header.tokens] == 0, "bad padding");
     need(begin[0] == 0 && begin[header.rows] == header.tokens, "bad index of rows");
     for (size_t i = 0; i < rows(); i++) // before any row is looked at
@@ -61,9 +62,10 @@ Dataset::Dataset(const std::string& path) : file(path) {
             DIE("%s: row %zu: its tokens are not those that were written", path.c_str(), i);
         for (uint32_t word : row(i)) largest = std::max(largest, word & ~TRAIN), trained_count += word >> 31;
     }
-    for (size_t i = 0; pairs() && i < rows(); i += 2)
-        if (const char* fault = dataset_fault(row(i), row(i + 1)))
+    for (size_t i = 0; group() == 2 && i < rows(); i += 2)
+        if (const char* fault = dataset_fault(row(i), row(i + 1), labelled()))
             DIE("%s: rows %zu and %zu: %s", path.c_str(), i, i + 1, fault);
+    for (size_t i = 0; labelled() && i < rows() / 2; i++) need(label[i] <= 1, "a label that is neither 0 nor 1");
 }
 
 void Dataset::must_match(uint64_t tokenizer, uint64_t chat_template, const std::string& advice) const {
@@ -80,9 +82,19 @@ DatasetWriter::DatasetWriter(const std::string& path, uint64_t tokenizer, uint64
 }
 
 void DatasetWriter::add_pair(const std::vector<uint32_t>& chosen, const std::vector<uint32_t>& rejected) {
-    header.version = header.OF_PAIRS;
-    add(chosen), add(rejected);
-    if (const char* fault = dataset_fault(row_of(chosen), row_of(rejected)))
+    add_two(chosen, rejected, header.OF_PAIRS);
+}
+
+void DatasetWriter::add_labelled(const std::vector<uint32_t>& answer, const std::vector<uint32_t>& mismatched,
+                                 bool desirable) {
+    add_two(answer, mismatched, header.OF_LABELLED);
+    labels.push_back(desirable);
+}
+
+void DatasetWriter::add_two(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b, uint32_t version) {
+    header.version = version;
+    add(a), add(b);
+    if (const char* fault = dataset_fault(row_of(a), row_of(b), version == header.OF_LABELLED))
         DIE("%s: rows %zu and %zu: %s", out.path.c_str(), hashes.size() - 2, hashes.size() - 1, fault);
 }
 
@@ -101,6 +113,7 @@ void DatasetWriter::commit() {
     out.write(&zero, 4 * (header.tokens % 2));
     out.write(begins.data(), 8 * begins.size());
     out.write(hashes.data(), 8 * hashes.size());
+    out.write(labels.data(), 8 * labels.size());
     if (fseek(out.file, 0, SEEK_SET) != 0) DIE("%s: %s", out.path.c_str(), strerror(errno));
     out.write(&header, sizeof header);
     out.commit();

@@ -3,7 +3,8 @@
 //   DatasetWriter out("train.bin", tokenizer.hash(), template_hash());
 //   out.add(words);                                 // a row: token ids, | TRAIN on those that are trained
 //   out.commit();                                   // the file appears, whole
-// or, for preferences, out.add_pair(chosen, rejected) and nothing else
+// or, for preferences, out.add_pair(chosen, rejected) or out.add_labelled(answer, mismatched, desirable), and nothing
+// else
 //
 //   Dataset data("train.bin");                      // maps and checks all of it; throws Error
 //   data.must_match(tokenizer.hash(), template_hash());
@@ -12,7 +13,7 @@
 //
 // The file (little-endian; R rows, N tokens):
 //   char magic[8]            "qwen3set"
-//   u32  version             1; 2 if the rows are pairs
+//   u32  version             1; 2 if the rows are pairs; 3 if they are labelled answers
 //   u32  zero
 //   u64  names of the tokenizer and the template of the rows: Tokenizer::hash(), template_hash()
 //   u64  R, N
@@ -21,6 +22,7 @@
 //   u64  begin[R + 1]        row i is token[begin[i]] up to token[begin[i + 1]]
 //   u64  hash[R]             FNV-1a 64 of the row's ids, 4 bytes each, without the top bit: it does not depend on
 //                            which tokens are trained, so a row is recognised in another file
+//   u64  desirable[R / 2]    only in version 3: 1, or 0 if the answer is undesirable
 // The index follows the tokens, so a writer needs one pass and keeps 16 bytes a row in memory, whatever the
 // rows are.
 //
@@ -30,6 +32,9 @@
 //
 // Pairs: rows 2i and 2i + 1 are the chosen and the rejected answer to one prompt. Their prompt is the same, token by
 // token; behind it every token is trained; and the answers differ. A program that knows only rows refuses version 2.
+//
+// Labelled answers: row 2i is an answer, desirable or not; row 2i + 1 is the same prompt with the answer to another one,
+// which KTO measures and does not train. Their prompt is the same, token by token; behind it every token is trained.
 #pragma once
 #include "base/file.h"
 #include <algorithm>
@@ -40,7 +45,7 @@
 constexpr uint32_t TRAIN = 0x80000000;
 
 struct DatasetHeader {
-    static constexpr uint32_t OF_ROWS = 1, OF_PAIRS = 2; // versions
+    static constexpr uint32_t OF_ROWS = 1, OF_PAIRS = 2, OF_LABELLED = 3; // versions
     char magic[8] = {'q', 'w', 'e', 'n', '3', 's', 'e', 't'};
     uint32_t version = OF_ROWS, zero = 0;
     uint64_t tokenizer = 0, chat_template = 0, rows = 0, tokens = 0;
@@ -57,14 +62,17 @@ struct DatasetRow { // for a range-for
 uint64_t dataset_hash(DatasetRow row);
 // The fault of a row; nullptr if there is none.
 const char* dataset_fault(DatasetRow row);
-// The fault of a pair of valid rows; nullptr if there is none.
-const char* dataset_fault(DatasetRow chosen, DatasetRow rejected);
+// The fault of two valid rows that are a pair, or a labelled answer and its mismatched row; nullptr if there is none.
+const char* dataset_fault(DatasetRow chosen, DatasetRow rejected, bool labelled);
 
 struct Dataset {
     explicit Dataset(const std::string& path);
 
     bool pairs() const { return header.version == header.OF_PAIRS; }
-    size_t group() const { return pairs() ? 2 : 1; } // rows that belong together
+    bool labelled() const { return header.version == header.OF_LABELLED; }
+    bool desirable(size_t unit) const { return label[unit] != 0; }
+    size_t group() const { return header.version == header.OF_ROWS ? 1 : 2; } // rows that belong together
+    const char* path() const { return file.path.c_str(); }
     size_t rows() const { return (size_t)header.rows; }
     uint64_t tokens() const { return header.tokens; }
     uint64_t trained() const { return trained_count; }
@@ -82,7 +90,7 @@ struct Dataset {
 
   private:
     const uint32_t* token;
-    const uint64_t *begin, *row_hash;
+    const uint64_t *begin, *row_hash, *label;
     uint64_t trained_count = 0;
     uint32_t largest = 0;
 };
@@ -90,6 +98,7 @@ struct Dataset {
 struct DatasetWriter {
     DatasetWriter(const std::string& path, uint64_t tokenizer, uint64_t chat_template);
     void add_pair(const std::vector<uint32_t>& chosen, const std::vector<uint32_t>& rejected);
+    void add_labelled(const std::vector<uint32_t>& answer, const std::vector<uint32_t>& mismatched, bool desirable);
     void add(const std::vector<uint32_t>& words);
     void commit();
 
@@ -98,5 +107,8 @@ struct DatasetWriter {
     }
     OutputFile out;
     DatasetHeader header;
-    std::vector<uint64_t> begins = {0}, hashes;
+    std::vector<uint64_t> begins = {0}, hashes, labels;
+
+  private:
+    void add_two(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b, uint32_t version);
 };

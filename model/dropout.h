@@ -1,4 +1,4 @@
-// model/dropout.h: masks of dropout, in front of LoRA's A in training.
+// model/dropout.h: random changes of training: masks of dropout in front of LoRA's A, and noise on embeddings.
 #pragma once
 #include "model/random.h"
 #include <cstddef>
@@ -25,6 +25,23 @@ BOTH inline uint32_t dropout_mask(const Dropout& d, const PhiloxKeys& keys, // o
 }
 BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t module, uint32_t k8) {
     return dropout_mask(d, PhiloxKeys(d.seed), token, module, k8);
+}
+
+// Noise on the embeddings of one training step. A number is a function of (seed, step, token, channel); `token` numbers
+// the tokens as in Dropout.
+struct Noise {
+    uint64_t seed;
+    uint32_t step;
+    const uint32_t* token; // (N)
+    const float* bound;    // (N)
+};
+// Four numbers, uniform in [-1, 1): channels 4 i4 to 4 i4 + 3 of a token.
+struct FourNumbers { float v[4]; };
+BOTH inline FourNumbers noise_numbers(const PhiloxKeys& keys, uint32_t step, uint32_t token, uint32_t i4) {
+    const Philox r = philox(keys, (uint64_t)token << 32 | i4, STREAM_NOISE | (uint64_t)step << 8);
+    FourNumbers four;
+    for (int i = 0; i < 4; i++) four.v[i] = (float)(r.v[i] >> 8) * (1.f / 8388608) - 1; // 2^23
+    return four;
 }
 
 // Stored masks of a Linear's x, one for each module of its adapter: two words for 64 columns, bit i % 32 of word i / 32

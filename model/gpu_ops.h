@@ -2,6 +2,7 @@
 #pragma once
 #include "model/bf16.h"
 #include "model/context.h"
+#include "model/dropout.h"
 #include "model/sampling.h"
 #include <cstddef>
 #include <cstdint>
@@ -65,6 +66,7 @@ inline constexpr int DRAW_GROUPS = 256;
 // ---- Book II's launchers: the ops on a GPU. RUN calls op_gpu with the arguments of op, which documents their shapes.
 // No launcher waits for the GPU. Each throws Error if its kernels cannot compute these sizes. Forward
 void embed_gpu(Context& ctx, float* x, const Linear<bf16>& table, const Batch& b, int C);
+void add_noise_gpu(Context& ctx, float* x, const Noise& noise, int N, int C);
 void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, int C, float eps);
 // h of W's adapter. made: its dropout masks are already computed.
 void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);

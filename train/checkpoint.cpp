@@ -71,10 +71,16 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
     w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
     w.field("shuffle", o.shuffle);
+    if (o.loraplus != 1) w.field("loraplus-ratio", o.loraplus);
+    if (o.neftune > 0) w.field("neftune-alpha", o.neftune);
     if (o.ranks->size > 1) w.field("ranks", o.ranks->size);
-    if (o.dpo) {
+    if (o.preference) {
+        const std::string name = o.preference->name;
         const std::string reference = o.adapter_init.empty() ? "" : o.adapter_init + "/adapter_model.safetensors";
-        w.field("dpo", true).field("beta", o.beta).field("label-smoothing", o.label_smoothing);
+        w.field(name, true).field("beta", o.pref.beta);
+        if (name == "dpo") w.field("label-smoothing", o.pref.smoothing);
+        if (name == "simpo") w.field("gamma", o.pref.gamma);
+        if (name == "kto") w.field("desirable", o.pref.desirable).field("undesirable", o.pref.undesirable);
         w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
     }
     if (o.grpo) {
@@ -145,7 +151,7 @@ template <class T> void Trainer<T>::read_state(const std::string& path, double& 
                    (long long)steps);
     }
     ranks.must_agree(format("step of %s\t%lld\n", name, (long long)step));
-    if (o.dpo) make_reference(); // of the first parameters
+    if (o.preference && o.preference->has_reference) make_reference(); // of the first parameters
     best = metadata["best"] == "Infinity" ? INFINITY : parse_number(name, metadata["best"].c_str(), -1e30, 1e30);
     elapsed = parse_number(name, metadata["elapsed"].c_str(), 0, 1e12);
     if (step % o.rl.iterations)

@@ -2,6 +2,7 @@
 #include "train/loader.h"
 #include "train/buckets.h"
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 void Loader::choose_rows(const Dataset* evaluation) {
@@ -19,6 +20,7 @@ std::vector<size_t> Loader::fitting(const Dataset& from) {
     for (size_t i = 0; i < all; i++) {
         size_t most = 0, sum = 0;
         each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
+        if (from.labelled()) sum = most - 1; // (its two rows are in different batches)
         if (o.grpo) most = prompt_of(from.row(i)).size() + o.rl.max_tokens, sum = o.rl.group * (most - 1);
         if (most > limit) continue;
         list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
@@ -67,7 +69,7 @@ std::vector<size_t> Loader::deal_step(const std::vector<size_t>& list) {
 void Loader::plan(Arena& arena) {
     const int N = most_tokens;
     for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
-    place = arena.take<uint32_t>(N);
+    place = arena.take<uint32_t>(N), bound = arena.take<float>(o.neftune > 0 ? N : 0);
     pages = arena.take<int>(sequences() * max_pages);
 }
 
@@ -76,6 +78,7 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     n *= group; // sequences
     std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
     std::vector<uint32_t> all_place;
+    std::vector<float> all_bound;
     int page = 0;
     ends.clear();
     for (int s = 0; s < n; s++) {
@@ -91,6 +94,8 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
             all_slot.push_back((page - 1) * PAGE + i % PAGE);
             all_place.push_back((uint32_t)(in_step * group + s % group) * (uint32_t)o.max_len + (uint32_t)i);
         }
+        if (o.neftune > 0)
+            all_bound.resize(all_token.size(), (float)(o.neftune / std::sqrt((double)(row.size() - 1) * c.C)));
         ends.push_back((int)all_named.size());
     }
     const size_t N = all_token.size();
@@ -99,6 +104,7 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     copy_in(ctx, seq, all_seq.data(), N);
     copy_in(ctx, slot, all_slot.data(), N);
     copy_in(ctx, place, all_place.data(), N);
+    copy_in(ctx, bound, all_bound.data(), all_bound.size());
     copy_in(ctx, pages, table.data(), table.size());
     copy_in(ctx, named, all_named.data(), all_named.size());
     copy_in(ctx, target, all_target.data(), all_target.size());
@@ -106,4 +112,5 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     return {(int)N, n, token, pos, seq, slot, pages, max_pages};
 }
 template Batch Loader::load(const Dataset&, const size_t*, int, int, int&);
+template Batch Loader::load(const Half&, const size_t*, int, int, int&);
 template Batch Loader::load(const Groups&, const size_t*, int, int, int&);

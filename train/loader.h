@@ -7,7 +7,7 @@
 #include "train/options.h"
 #include <vector>
 
-// Calls f(row) for each row of some units. (From: Dataset, or Groups.)
+// Calls f(row) for each row of some units. (From: Dataset, Half or Groups.)
 template <class From, class F> void each_row(const From& from, const std::vector<size_t>& list, F f) {
     for (size_t i : list)
         for (size_t k = 0; k < from.group(); k++) f(from.row(i * from.group() + k));
@@ -18,6 +18,16 @@ template <class From> size_t trained_tokens(const From& from, const std::vector<
     each_row(from, list, [&](DatasetRow row) { for (uint32_t word : row) n += word >> 31; });
     return n;
 }
+
+// The first or the second row of each unit of a dataset: with --kto the labelled answer, or the mismatched one.
+struct Half {
+    const Dataset& data;
+    size_t which;
+    size_t group() const { return 1; }
+    size_t rows() const { return data.rows() / 2; }
+    DatasetRow row(size_t i) const { return data.row(2 * i + which); }
+    const char* path() const { return data.path(); }
+};
 
 struct Loader {
     const TrainOptions& o;
@@ -34,9 +44,11 @@ struct Loader {
     // Leaves out units that are too long, and reports them.
     void choose_rows(const Dataset* evaluation);
 
-    const char* unit() const { return o.dpo ? "pair" : o.grpo ? "prompt" : "row"; }
+    const char* unit() const { return data.pairs() ? "pair" : o.grpo ? "prompt" : "row"; }
     size_t step_units() const { return (size_t)o.batch * o.accum * ranks.size; } // rows, pairs or prompts of a step
-    size_t sequences() const { return (size_t)o.batch * (o.grpo ? o.rl.group : data.group()); } // of a batch, at most
+    size_t sequences() const { // of a batch, at most
+        return (size_t)o.batch * (o.grpo ? o.rl.group : data.pairs() ? 2 : 1);
+    }
 
     // ---- Steps
     // The units of a step. Each epoch's order is shuffled anew (Fisher and Yates, with Philox).
@@ -50,12 +62,13 @@ struct Loader {
     // ---- Batches
     int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and the targets after them
     uint32_t* place;       // Dropout::token
+    float* bound;          // Noise::bound, with --neftune-alpha
     int max_pages;         // of a row
     std::vector<int> ends; // end of each sequence's trained tokens in `named`
     void plan(Arena& arena);
 
     // Packs units list[0 .. n - 1]; the first is number `first` of its step, or of this rank's part of it. R: the
-    // number of tokens to predict. (From: Dataset, or Groups.)
+    // number of tokens to predict. (From: Dataset, Half or Groups.)
     template <class From> Batch load(const From& from, const size_t* list, int n, int first, int& R);
 
   private:

@@ -2,10 +2,12 @@
 #include "train/options.h"
 #include "train/rewards.h"
 #include <algorithm>
+#include <cstdio>
 
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
     "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
+    "       train_lora --recipe FILE [options]                 a recipe in the words of LLaMA-Factory's YAML files\n"
     "       train_lora --version\n";
 
 static void parse_targets(AdapterConfig& lora, const std::string& list) {
@@ -23,15 +25,24 @@ static std::vector<Option> option_table(TrainOptions& o) {
     auto lora = [&o](Setter set) { // of the adapter
         return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
     };
-    auto dpo = [&o](Setter set) {
-        return [&o, set](const char* option, const char* v) { o.says_dpo = option, set(option, v); };
+    auto of_loss = [&o](const char* loss, Setter set) { // "": of any
+        return [=, &o](const char* option, const char* v) { o.of_loss.emplace_back(option, loss), set(option, v); };
     };
+    auto loss = [&o](const PreferenceLoss& loss) {
+        return [&o, &loss](const char* option, const char*) {
+            if (o.preference && o.preference != &loss) DIE("--%s or %s: not both", o.preference->name, option);
+            o.preference = &loss;
+        };
+    };
+    const PreferenceLoss* const losses = PREFERENCE_LOSSES; // in the order below
     auto grpo = [&o](Setter set) {
         return [&o, set](const char* option, const char* v) { o.says_grpo = option, set(option, v); };
     };
     GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
+        {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options override its own",
+         file_name(o.recipe)},
         {"-o", "--output", "DIR", "output folder: adapter, log, loss curve, checkpoint", file_name(o.out)},
         {"", "--full", "", "train all parameters and write OUT/model.bin (default: LoRA)", flag(o.full)},
         {"", "--rank", "N", "LoRA rank (default 32)", lora(whole(o.lora.rank, 1, MAX_RANK))},
@@ -39,15 +50,30 @@ static std::vector<Option> option_table(TrainOptions& o) {
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... alpha / sqrt(rank) times (default: off)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "adapted matrices: all (default), or some of q,k,v,o,gate,up,down", lora(targets)},
-        {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 with --dpo and --grpo)", number(o.dropout, 0, 0.99)},
+        {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 on preferences and rewards)",
+         number(o.dropout, 0, 0.99)},
+        {"", "--loraplus-ratio", "X", "LoRA+: learning rate of B over that of A (default 1)",
+         number(o.loraplus, 1e-3, 1e6)},
+        {"", "--neftune-alpha", "X", "NEFTune: noise on the embeddings in training (default 0)",
+         number(o.neftune, 0, 1e6)},
         {"", "--adapter-init", "DIR", "start from this adapter, with its rank, alpha and targets",
          file_name(o.adapter_init)},
         {"", "--dpo", "", "train on pairs of a chosen and a rejected answer; below, read \"row\" as\n"
-         "\"pair\"", flag(o.dpo)},
-        {"", "--beta", "X", "... weight of staying close to the initial model (default 0.1)",
-         dpo(number(o.beta, 1e-6, 1e6))},
-        {"", "--label-smoothing", "X", "... assumed share of swapped pairs (default 0)",
-         dpo(number(o.label_smoothing, 0, 0.5))},
+         "\"pair\"", loss(losses[0])},
+        {"", "--ipo", "", "... with IPO's squared loss", loss(losses[1])},
+        {"", "--simpo", "", "... without a reference, by log-probabilities per token", loss(losses[2])},
+        {"", "--orpo", "", "... without a reference, with the chosen answer's cross entropy", loss(losses[3])},
+        {"", "--kto", "", "train on single answers that are labelled desirable or undesirable", loss(losses[4])},
+        {"", "--beta", "X", "... scale of rewards (default 0.1); --orpo: weight of the odds ratio",
+         of_loss("", number(o.pref.beta, 1e-6, 1e6))},
+        {"", "--label-smoothing", "X", "... --dpo: assumed share of swapped pairs (default 0)",
+         of_loss("dpo", number(o.pref.smoothing, 0, 0.5))},
+        {"", "--gamma", "X", "... --simpo: target margin of rewards (default 0.5)",
+         of_loss("simpo", number(o.pref.gamma, 0, 1e6))},
+        {"", "--desirable-weight", "X", "... --kto: weight of desirable answers (default 1)",
+         of_loss("kto", number(o.pref.desirable, 0, 1e6))},
+        {"", "--undesirable-weight", "X", "... --kto: weight of undesirable answers (default 1)",
+         of_loss("kto", number(o.pref.undesirable, 0, 1e6))},
         {"", "--grpo", "", "train on rewards of answers sampled from the model; below, read \"row\"\n"
          "as \"prompt\"", flag(o.grpo)},
         {"", "--reward", "NAME", "... exact, choice, rouge-l, regex:PATTERN, length:N, or a program\n"
@@ -76,7 +102,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--batch", "N", "rows per batch (default 16)", whole(o.batch, 1, 65536)},
         {"", "--accum", "N", "batches per step (default 1)", whole(o.accum, 1, 65536)},
         {"", "--max-len", "N", "leave out rows longer than N tokens (default 512)", whole(o.max_len, 2, 1 << 24)},
-        {"", "--lr", "X", "learning rate (default 1.5e-4; --dpo 5e-6, --grpo 1e-5)", number(o.lr, 0, 10)},
+        {"", "--lr", "X", "learning rate (default 1.5e-4; preferences 5e-6, --grpo 1e-5)", number(o.lr, 0, 10)},
         {"", "--schedule", "NAME", "learning rate schedule: cosine (default), linear or constant",
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of steps with a rising learning rate (default 0.1)", number(o.warmup, 0, 1)},
@@ -111,7 +137,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
 
 static void check_grpo(const TrainOptions& o) {
     const GrpoOptions& rl = o.rl;
-    if (o.dpo) DIE("--dpo or --grpo: not both");
+    if (o.preference) DIE("--%s or --grpo: not both", o.preference->name);
     if (rl.rewards.empty()) DIE("--grpo: --reward NAME says what an answer is worth");
     for (auto& name : rl.rewards) make_reward(name, rl.timeout); // throws
     if (rl.max_tokens >= o.max_len)
@@ -135,19 +161,41 @@ void check_options(const TrainOptions& o) {
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
         DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
     if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (o.full && o.loraplus != 1) DIE("--full trains the model itself: there is no adapter for --loraplus-ratio");
+    if (o.neftune > 0 && (o.preference || o.grpo))
+        DIE("--neftune-alpha is for training on answers, not with --%s", o.grpo ? "grpo" : o.preference->name);
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
-    if (!o.dpo && !o.says_dpo.empty()) DIE("%s is for --dpo", o.says_dpo.c_str());
+    for (auto& [option, loss] : o.of_loss)
+        if (!o.preference || (!loss.empty() && loss != o.preference->name))
+            DIE("%s is for --%s", option.c_str(),
+                loss.empty() ? "dpo, --ipo, --simpo, --orpo and --kto" : loss.c_str());
     if (!o.grpo && !o.says_grpo.empty()) DIE("%s is for --grpo", o.says_grpo.c_str());
     if (o.grpo) check_grpo(o);
     if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
     if (o.gpus > 1 && o.train.empty()) DIE("--gpus is for training");
-    const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.dpo ? 2 : o.grpo ? o.rl.group : 1);
+    const bool pairs = o.preference && o.preference->pairs();
+    const uint64_t tokens = (uint64_t)o.batch * o.max_len * (o.grpo ? o.rl.group : pairs ? 2 : 1);
     if (tokens > 1 << 26)
         DIE("--batch %d%s with --max-len %d: more than 2^26 tokens at once", o.batch,
             o.grpo ? format(", --group %d", o.rl.group).c_str() : "", o.max_len);
     if (tokens * o.accum * std::max(o.gpus, o.ranks->size) > UINT32_MAX)
         DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
+}
+
+// Parses the command line, or the options of its recipe before those of the command line.
+static std::vector<std::string> parse_all(TrainOptions& o, const std::vector<Option>& table, int argc, char** argv) {
+    TrainOptions first;
+    parse(option_table(first), argc, argv);
+    if (first.recipe.empty() || first.help) return parse(table, argc, argv);
+    const Recipe recipe = read_recipe(first.recipe);
+    std::vector<char*> words = {argv[0]};
+    for (auto& word : recipe.options) words.push_back(const_cast<char*>(word.c_str()));
+    words.insert(words.end(), argv + 1, argv + argc);
+    o.packs = recipe.packs;
+    for (auto& remark : recipe.remarks) fprintf(stderr, "%s: %s\n", first.recipe.c_str(), remark.c_str());
+    fprintf(stderr, "%s: %s\n", first.recipe.c_str(), shell_command("train_lora", recipe.options).c_str());
+    return parse(table, (int)words.size(), words.data());
 }
 
 TrainOptions parse_options(int argc, char** argv) {
@@ -156,15 +204,15 @@ TrainOptions parse_options(int argc, char** argv) {
     std::fill(o.lora.targets, o.lora.targets + MODULES, true);
     o.lr = o.dropout = -1; // not given
     const std::vector<Option> table = option_table(o);
-    const std::vector<std::string> words = parse(table, argc, argv);
+    const std::vector<std::string> words = parse_all(o, table, argc, argv);
     if (o.help) return print_help(USAGE, table), o;
     if (words.empty()) DIE("no model named (--help lists the options)");
     if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
     o.model = words[0];
     if (words.size() == 2) o.train = words[1];
     if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
-    if (o.lr < 0) o.lr = o.dpo ? DPO_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
-    if (o.dropout < 0) o.dropout = o.dpo || o.grpo ? 0 : TrainOptions().dropout;
+    if (o.lr < 0) o.lr = o.preference ? PREFERENCE_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
+    if (o.dropout < 0) o.dropout = o.preference || o.grpo ? 0 : TrainOptions().dropout;
     if (o.rl.epsilon_high < 0) o.rl.epsilon_high = o.rl.epsilon;
     check_options(o);
     return o;

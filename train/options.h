@@ -2,12 +2,18 @@
 #pragma once
 #include "model/options.h"
 #include "train/grpo.h"
+#include "train/preferences.h"
 #include "train/ranks.h"
+#include "train/recipe.h"
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 struct TrainOptions : ModelOptions {
+    std::string recipe; // its file
+    std::vector<Recipe::Words> packs; // of the recipe
     std::string train, out, eval, adapter_init, merge, merge_as, schedule = "cosine";
     AdapterConfig lora;
     Starters starters;
@@ -15,14 +21,17 @@ struct TrainOptions : ModelOptions {
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not given
     int batch = 16, accum = 1, max_len = 512;
     int64_t steps = 0, eval_every = 0, save_every = 0; // 0: given by epochs, every epoch
+    double loraplus = 1, neftune = 0;                  // B's learning rate over A's; noise
     uint64_t seed = 42;
     bool shuffle = true, resume = false, overwrite = false, full = false, recompute = false, allow_leak = false,
          tensorboard = false;
-    bool dpo = false, overlap = true;
+    bool overlap = true;
     int gpus = 1;
     std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");
-    double beta = 0.1, label_smoothing = 0;
-    std::string says_dpo, says_grpo; // the last given option that needs --dpo, --grpo
+    const PreferenceLoss* preference = nullptr; // --dpo, --kto, ..
+    PreferenceOptions pref;
+    std::vector<std::pair<std::string, std::string>> of_loss; // given options, and their loss; "": any
+    std::string says_grpo; // the last given option that needs --grpo
     bool grpo = false;
     GrpoOptions rl;
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
@@ -30,7 +39,7 @@ struct TrainOptions : ModelOptions {
 };
 
 constexpr double EPOCHS = 2;
-constexpr double DPO_LR = 5e-6; // LLaMA-Factory's example for LoRA; without dropout, as TRL
+constexpr double PREFERENCE_LR = 5e-6; // LLaMA-Factory's example for LoRA; without dropout, as TRL
 constexpr double GRPO_LR = 1e-5;
 
 // Throws Error. With --help it prints the options, and `help` is set.

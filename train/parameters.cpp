@@ -12,7 +12,8 @@ template <class T> void Parameters<T>::measure() {
     if (!o.full) {
         const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
         count = end.B;
-        segments = {{0, end.A, o.weight_decay, 1}, {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale()}};
+        segments = {{0, end.A, o.weight_decay, 1},
+                    {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale(), o.loraplus}};
         return;
     }
     size_t matrices = 0;
@@ -197,9 +198,9 @@ template <class T> std::vector<acc<T>> Parameters<T>::host(const A* from) {
 
 template <class T> void Parameters<T>::update(const double* norm, double lr, int64_t step) {
     AdamW how;
-    how.lr = (float)lr, how.clip = (float)o.clip, how.step = step + 1;
+    how.clip = (float)o.clip, how.step = step + 1;
     for (const Segment& s : segments) {
-        how.decay = (float)s.decay, how.copy = s.copy;
+        how.lr = (float)(lr * s.rate), how.decay = (float)s.decay, how.copy = s.copy;
         each_own([&](size_t first, size_t at, size_t n) {
             const size_t from = std::max(first, s.first), to = std::min(first + n, s.first + s.n);
             if (from >= to) return;

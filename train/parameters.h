@@ -31,7 +31,7 @@ template <class T> struct Parameters {
     void begin(T* first_stored);
 
     // ---- Trained parameters: one array of numbers, cut into segments with the same AdamW settings.
-    struct Segment { size_t first, n; double decay; float copy; };
+    struct Segment { size_t first, n; double decay; float copy; double rate = 1; }; // rate: times the learning rate
     std::vector<Segment> segments;
     size_t count = 0;
     int rank = 0;            // of adapters in this layout

@@ -23,7 +23,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     double best = INFINITY, before = 0;
     const std::string state = o.out + "/state.safetensors";
     if (o.resume) t.read_state(state, best, before);
-    else if (o.dpo) t.make_reference();
+    else if (o.preference && o.preference->has_reference) t.make_reference();
     if (first) folder->open();
     for (const std::string& to : {o.out, o.out + "/best"}) {
         if (!first || !o.full || (to != o.out && !eval)) continue;
@@ -64,7 +64,9 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         log.draw(t.steps);
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.loader.epoch_steps) == 0; };
-    auto told_beside = [&] { return o.dpo ? t.preferences.text() : o.grpo ? t.rewarded.text() : ""; };
+    auto told_beside = [&] {
+        return o.preference ? t.preferences.text(data.pairs()) : o.grpo ? t.rewarded.text() : "";
+    };
     auto measure = [&] { // whether the model is better than it was at its best; of rewards `best` is the negative
         const double value = o.grpo ? t.mean_reward(*eval, t.loader.eval_rows) : t.mean_loss(*eval, t.loader.eval_rows);
         const double loss = o.grpo ? -value : value;
@@ -77,10 +79,11 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         w.object().field("current_steps", t.step).field("total_steps", t.steps);
         if (o.grpo) t.rewarded.write(w, o.rl, true);
         else w.field("eval_loss", loss);
-        if (o.dpo) t.preferences.write(w, "eval_");
+        if (o.preference) t.preferences.write(w, "eval_", data.pairs());
         add_to_log(w);
         ranks.tell("step %lld/%lld  evaluation %s %.6f%s%s\n", (long long)t.step, (long long)t.steps,
-                   log.what.c_str(), value, o.dpo ? told_beside().c_str() : "", loss < best ? ", the best so far" : "");
+                   log.what.c_str(), value, o.preference ? told_beside().c_str() : "",
+                   loss < best ? ", the best so far" : "");
         const bool better = loss < best;
         best = std::min(loss, best);
         return better;
@@ -113,7 +116,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         log.losses.push_back({(double)t.step, o.grpo ? t.rewarded.value[Rewarded::REWARD] : t.last_loss});
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
-        if (o.dpo) t.preferences.write(w, "");
+        if (o.preference) t.preferences.write(w, "", data.pairs());
         if (o.grpo) t.rewarded.write(w, o.rl, false);
         w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
         const double rate = (double)t.tokens_done / (now - start);

@@ -43,6 +43,7 @@ template <class T> void Trainer<T>::agree() {
 template <class T> void Trainer<T>::use_dropout(bool on) {
     const Dropout* used = on && o.dropout > 0 ? &dropout : nullptr;
     each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { linear.adapter.dropout = used; });
+    a.noise = on && o.neftune > 0 ? &noise : nullptr;
 }
 
 // ---- Batches
@@ -73,24 +74,26 @@ template <class T>
 void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all) {
     const A scale = 1 / (A)all;
     clear(ctx, results, 2);
-    double sum = 0; // of pairs
+    double sum = 0; // of preferences
     preferences = {};
-    each_batch(from, list, [&](const Batch& b, size_t first, int R) {
-        if (o.dpo) sum += pairs_backward(from, &list[first], b, R, to, scale);
+    const OnBatch add = [&](const Batch& b, size_t first, int R) {
+        if (o.preference) sum += preferences_backward(from, &list[first], b, R, to, scale);
         else {
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
         }
         params.last_batch = first + o.batch >= list.size();
         if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
-    });
-    if (!o.dpo) return;
-    copy_in(ctx, results, &sum, 1);
-    preferences.divide((double)all);
+    };
+    if (from.labelled()) {
+        find_kl(from, list, to != nullptr, all);
+        each_batch(Half{from, 0}, list, add);
+    } else each_batch(from, list, add);
+    if (o.preference) copy_in(ctx, results, &sum, 1);
 }
 
 template <class T> size_t Trainer<T>::weight(const Dataset& from, const std::vector<size_t>& list) const {
-    return o.dpo ? list.size() : trained_tokens(from, list);
+    return o.preference ? list.size() : trained_tokens(from, list);
 }
 
 // ---- Steps
@@ -107,6 +110,7 @@ static double schedule(const TrainOptions& o, int64_t k, int64_t steps) {
 
 template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& list, size_t all) {
     dropout = {o.dropout, o.seed, (uint32_t)step, loader.place};
+    noise = {o.seed, (uint32_t)step, loader.place, loader.bound};
     use_dropout(true);
     params.clear_gradient();
     if (o.grpo) add_groups();
@@ -119,7 +123,8 @@ template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& lis
 }
 
 // Counts of a step: fed tokens; multiplications and additions: forward; backward to the input, and to the trained
-// parameters; with --grpo one more pass to sample the answers, and one for the reference.
+// parameters; with --grpo one more pass to sample the answers, and one for the reference; with --kto one for the
+// mismatched rows, which are as long on average.
 template <class T> template <class From>
 typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vector<size_t>& list) const {
     double N = 0, pairs = 0, products = 0, adapters = 0;
@@ -132,9 +137,10 @@ typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vecto
             products += (double)t.size();
             if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
         }
-    const int more = o.grpo + (first_stored != nullptr);
+    const int more = o.grpo + (first_stored != nullptr) + data.labelled();
     const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
-    const double head = (double)trained_tokens(from, list) * c.V * c.C * ((o.full ? 3 : 2) + (o.dpo || o.grpo) + more);
+    const double heads = (o.full ? 3 : 2) + (o.preference || o.grpo) + more;
+    const double head = (double)trained_tokens(from, list) * c.V * c.C * heads;
     const double scores = attention * (3.5 + o.recompute + more);
     return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head};
 }
@@ -144,7 +150,8 @@ template <class T> bool Trainer<T>::train_step() {
     if (o.grpo) take_groups(list);
     const size_t all = o.grpo ? 1 : weight(data, list);
     add_gradients(o.grpo ? std::vector<size_t>() : loader.deal_step(list), all);
-    Work work = o.grpo ? work_of(groups, all_groups()) : work_of(data, list);
+    Work work = o.grpo ? work_of(groups, all_groups())
+                       : data.labelled() ? work_of(Half{data, 0}, list) : work_of(data, list);
     if (o.grpo) ranks.sum((double*)&work, 2);
     RUN(grad_norm, results + 1, params.partial, params.own_gradient, params.own);
     double result[2];
@@ -155,6 +162,7 @@ template <class T> bool Trainer<T>::train_step() {
         {result[0], result[1] * result[1], (double)interrupted, ranks.waited, preferences};
     ranks.sum((double*)&told, sizeof told / sizeof(double));
     waited = told.waited / ranks.size, preferences = told.preferences;
+    if (o.preference) preferences.divide();
     if (o.grpo) rewarded.sum_over(ranks), rewarded.divide();
     if (told.stop > 0) return interrupted = 1, false;
     if (params.sharded()) {
@@ -176,6 +184,7 @@ template <class T> double Trainer<T>::mean_loss(const Dataset& from, const std::
     use_dropout(false);
     const size_t all = weight(from, list);
     add_rows(from, list, nullptr, all);
+    if (o.preference) preferences.divide();
     double sum;
     copy_out(ctx, &sum, results, 1);
     return sum / (double)all;
@@ -209,6 +218,8 @@ void Trainer<T>::not_finite(const Dataset& from, const std::vector<size_t>& list
     template void Trainer<T>::not_finite(const Dataset&, const std::vector<size_t>&, const std::string&); \
     template void Trainer<T>::use_dropout(bool); \
     template void Trainer<T>::each_batch(const Dataset&, const std::vector<size_t>&, const OnBatch&, \
+                                         const std::set<size_t>*); \
+    template void Trainer<T>::each_batch(const Half&, const std::vector<size_t>&, const OnBatch&, \
                                          const std::set<size_t>*); \
     template void Trainer<T>::each_batch(const Groups&, const std::vector<size_t>&, const OnBatch&, \
                                          const std::set<size_t>*); \

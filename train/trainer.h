@@ -7,7 +7,7 @@
 //   t.write_state(path, ...), t.read_state(path, ...) to resume from, bit-exact
 //
 // parameters.h has the numbers, loader.h the rows. The members are defined by concern: plan.cpp has memory, step.cpp a
-// step on rows, dpo.cpp and rollout.cpp the steps of --dpo and --grpo, checkpoint.cpp files.
+// step on rows, preferences.cpp and rollout.cpp the steps on preferences and with --grpo, checkpoint.cpp files.
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"
@@ -15,11 +15,11 @@
 #include "model/tokenizer.h"
 #include "qwen3.cu"
 #include "train/answers.h"
-#include "train/dpo.h"
 #include "train/grpo.h"
 #include "train/loader.h"
 #include "train/options.h"
 #include "train/parameters.h"
+#include "train/preferences.h"
 #include "train/rewards.h"
 #include <algorithm>
 #include <functional>
@@ -61,6 +61,7 @@ template <class T> struct Trainer {
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
     double* results;    // loss and gradient norm of the step
     Dropout dropout;
+    Noise noise;        // of --neftune-alpha
     std::string memory; // the plan, for people
     bool ample = false; // see Activations
 
@@ -73,24 +74,26 @@ template <class T> struct Trainer {
 
     // One step of AdamW. False if a rank was interrupted: then nothing has changed.
     bool train_step();
-    // The mean over all trained tokens of some rows, or over pairs; it does not depend on the batches. Undefined if it
-    // was interrupted.
+    // The mean over all trained tokens of some rows, or over preferences; it does not depend on the batches. Undefined
+    // if it was interrupted.
     double mean_loss(const Dataset& from, const std::vector<size_t>& list);
-    // The number of items that the loss averages over: trained tokens, or pairs.
+    // The number of items that the loss averages over: trained tokens, or preferences.
     size_t weight(const Dataset& from, const std::vector<size_t>& list) const;
-    // The gradients of a step, or of a rank's part of it: of the mean over the `all` trained tokens, or pairs, of the
-    // whole step.
+    // The gradients of a step, or of a rank's part of it: of the mean over the `all` trained tokens, or preferences, of
+    // the whole step.
     void add_gradients(const std::vector<size_t>& list, size_t all);
     // Throws Error with the names of the rows whose loss is not finite. After such a step the parameters are unchanged,
     // so each row can be evaluated by itself; rank 0 does it.
     [[noreturn]] void not_finite(const Dataset& from, const std::vector<size_t>& list, const std::string& what);
 
-    // ---- With --dpo
+    // ---- On preferences
     // The reference is the model before the first step: the base, or with --adapter-init the base with that adapter.
     // Its log-probabilities are computed once, for every pair that is still to be seen. Computing them in each step,
     // without the adapter, would cost as much in each epoch, and would not work for --full and --adapter-init.
-    std::vector<double> reference, eval_reference; // (rows of the dataset)
-    Preferences preferences;                       // of the last step or evaluation
+    std::vector<double> reference, eval_reference;   // of the dataset's answers
+    std::vector<double> mismatched, eval_mismatched; // with --kto: of their mismatched rows
+    Preferences preferences;                         // of the last step or evaluation
+    double kl = 0;                                   // ... with --kto, of all ranks
     void make_reference();
 
     // ---- With --grpo
@@ -127,9 +130,9 @@ template <class T> struct Trainer {
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 
-    void use_dropout(bool on);
+    void use_dropout(bool on); // and noise
     // Calls f(batch, first, R) for each batch of some units, after its forward pass; `first` is the place of its first
-    // unit in the list. Batches without a unit of `wanted` are skipped; null: none is. (From: Dataset, or Groups.)
+    // unit in the list. Batches without a unit of `wanted` are skipped; null: none is. (From: Dataset, Half or Groups.)
     using OnBatch = std::function<void(const Batch& b, size_t first, int R)>;
     template <class From>
     void each_batch(const From& from, const std::vector<size_t>& list, const OnBatch& f,
@@ -139,11 +142,15 @@ template <class T> struct Trainer {
     struct Work { double tokens, flops; };
     template <class From> Work work_of(const From& from, const std::vector<size_t>& list) const;
 
-    std::vector<double> reference_of(const Dataset& from, const std::vector<size_t>& list,
+    template <class From>
+    std::vector<double> reference_of(const From& from, const std::vector<size_t>& list,
                                      const std::set<size_t>* wanted);
     std::vector<double> log_probabilities(const Batch& b, int R);
-    double pairs_backward(const Dataset& from, const size_t* list, const Batch& b, int R, const Gradients<T>* to,
-                          A scale);
+    void find_kl(const Dataset& from, const std::vector<size_t>& list, bool of_step, size_t all);
+    std::vector<double> preference_slopes(const Dataset& from, const size_t* list, const std::vector<double>& p,
+                                          double& loss);
+    double preferences_backward(const Dataset& from, const size_t* list, const Batch& b, int R,
+                                const Gradients<T>* to, A scale);
 
     void open_rewards();
     void set_temperature();

@@ -55,6 +55,25 @@ TEST_CASE("embed and rmsnorm") {
         }
 }
 
+TEST_CASE("noise on embeddings") {
+    Random random{3};
+    for (int N : {1, 9, 257})
+        for (int C : {8, 50, 1032}) {
+            const std::vector<float> stream = random.fill<float>((size_t)N * C, 3), bound(N, 0.25f);
+            std::vector<uint32_t> token(N);
+            for (int n = 0; n < N; n++) token[n] = (uint32_t)(5 * n);
+            Device<float> x(stream), device_bound(bound);
+            Device<uint32_t> device_token(token);
+            add_noise_gpu(gpu(), x, Noise{7, 11, device_token, device_bound}, N, C);
+            std::vector<float> want = stream;
+            add_noise(want.data(), Noise{7, 11, token.data(), bound.data()}, N, C);
+            const std::vector<float> got = x.get();
+            double worst = 0;
+            for (size_t i = 0; i < got.size(); i++) worst = std::max(worst, (double)std::fabs(got[i] - want[i]));
+            CHECK(worst < 1e-6);
+        }
+}
+
 TEST_CASE("products, with every epilogue, alone and after a norm") {
     Random random{2};
     Scratchpad pad;

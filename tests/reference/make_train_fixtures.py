@@ -2,11 +2,12 @@
 """Reference values for the training tests, from PyTorch, transformers and PEFT (run from the repo root after `make`).
 The result is committed; tests/fixtures/README.md describes every file.
 
-    python tests/reference/make_train_fixtures.py [ops] [gradients] [peft] [bf16]        all of them, or only the named ones
+    python tests/reference/make_train_fixtures.py [ops] [gradients] [peft] [loraplus] [bf16]        all of them, or only the named ones
 
 ops        every op's gradients by autograd, in double
 gradients  two small models, tied and not, and the gradients of all their parameters by the loss of a few rows, in fp32
 peft       a first adapter, and the losses of 100 steps from it, with PEFT, AdamW and the Trainer's schedule, in fp32
+loraplus   the losses of 30 steps from that adapter with PEFT's LoRA+, in fp32
 bf16       how far PyTorch's gradients in bf16 are from those in fp32, for all of `tiny` and for an adapter of it
 """
 import json
@@ -20,6 +21,7 @@ import tempfile
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import save, save_file
 from transformers import Qwen3ForCausalLM, get_cosine_schedule_with_warmup
 from transformers.utils import logging
@@ -48,10 +50,12 @@ def row_loss(model, ids, trained):
     return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
 
 
-def train_peft(model, rows, steps, batch, rate):
+def train_peft(model, rows, steps, batch, rate, ratio=None):
     """The losses of `steps` steps in the rows' order; an epoch's last one may be smaller."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+    if ratio:
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=rate, loraplus_lr_ratio=ratio, weight_decay=0.01, loraplus_weight_decay=0.01)
     schedule = get_cosine_schedule_with_warmup(optimizer, math.ceil(0.1 * steps), steps)
     losses, norms = [], []
     for step in range(steps):
@@ -86,11 +90,23 @@ def make_fuzz_seed():
         out.write(json.dumps(config).encode() + b"\0" + save(tensors))
 
 
+def packed_rows(scratch):
+    subprocess.run(["./datagen", "pack", "-z", fixtures.ROOT + "/tiny/tokenizer.bin", ROOT + "/rows.jsonl", scratch + "/rows.bin", "--info", "none"],
+                   check=True, capture_output=True)
+    return dataset_rows(scratch + "/rows.bin")
+
+
+def make_loraplus():
+    with tempfile.TemporaryDirectory() as scratch:
+        model = PeftModel.from_pretrained(tiny_model(scratch), ROOT + "/adapter", is_trainable=True)
+        losses, norms = train_peft(model.train(), packed_rows(scratch), 30, BATCH, 5e-4, ratio=16)
+    fixtures.write_golden(ROOT + "/loraplus.json", {"steps": 30, "batch": BATCH, "lr": 5e-4, "ratio": 16, "losses": losses, "norms": norms})
+    print(f"loraplus: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+
+
 def make_peft():
     with tempfile.TemporaryDirectory() as scratch:
-        subprocess.run(["./datagen", "pack", "-z", fixtures.ROOT + "/tiny/tokenizer.bin", ROOT + "/rows.jsonl", scratch + "/rows.bin", "--info", "none"],
-                       check=True, capture_output=True)
-        rows = dataset_rows(scratch + "/rows.bin")
+        rows = packed_rows(scratch)
         torch.manual_seed(1)
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=[m + "_proj" for m in "q k v o gate up down".split()], task_type="CAUSAL_LM")
         model = get_peft_model(tiny_model(scratch), config)
@@ -242,5 +258,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     os.makedirs(ROOT, exist_ok=True)
-    for name in sys.argv[1:] or ["ops", "gradients", "peft", "bf16"]:
+    for name in sys.argv[1:] or ["ops", "gradients", "peft", "loraplus", "bf16"]:
         globals()["make_" + name]()

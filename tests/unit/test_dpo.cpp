@@ -1,4 +1,4 @@
-// Preferences: `datagen pack` of pairs, and `train_lora --dpo` from outside and its Trainer by itself (TRAIN_LORA, DATAGEN and
+// Preferences: `datagen pack` of pairs and labelled answers, and `train_lora --dpo`, .., `--kto` from outside and its Trainer by itself (TRAIN_LORA, DATAGEN and
 // QWEN3, else the programs here). TRL's numbers are fixtures, made by tests/reference/make_dpo.py.
 #include <doctest/doctest.h>
 #include "tests/trainer.h"
@@ -32,13 +32,21 @@ static std::string pack(const Scratch& scratch, const std::string& name, const s
 // The 40 pairs, the first 32, the last 8; and rows without a rejected answer.
 struct Pairs {
     Scratch folder;
-    std::string all, first, last, rows;
+    std::string all, first, last, rows, labelled;
     Pairs() {
         const std::string text = read_file(FIXTURES + "pairs.jsonl");
         size_t cut = 0;
         for (int i = 0; i < 32; i++) cut = text.find('\n', cut) + 1;
         all = pack(folder, "all", text), first = pack(folder, "first", text.substr(0, cut)), last = pack(folder, "last", text.substr(cut));
         rows = pack(folder, "rows", read_file("tests/fixtures/train/rows.jsonl"));
+        std::string both; // each question with its answer, then with the next one's
+        for (auto& line : lines(text))
+            for (const char* key : {"chosen", "rejected"}) {
+                sj::Writer w;
+                w.object().field("instruction", Json(line)["instruction"].str()).field("output", Json(line)[key].str());
+                both += w.field("kto_tag", *key == 'c').end().text + "\n";
+            }
+        labelled = pack(folder, "labelled", both);
     }
 };
 static const Pairs& pairs() {
@@ -49,20 +57,105 @@ static const Pairs& pairs() {
 // ------------------------------------------------------------------------------------------------ the loss
 
 TEST_CASE("the loss of a pair: its values, its slope, and margins of any size") {
-    CHECK(dpo_loss(0, 0).loss == doctest::Approx(std::log(2)).epsilon(1e-15));
-    CHECK(dpo_loss(0, 0.3).loss == doctest::Approx(std::log(2)).epsilon(1e-15));
+    CHECK(sigmoid_loss(0, 0).loss == doctest::Approx(std::log(2)).epsilon(1e-15));
+    CHECK(sigmoid_loss(0, 0.3).loss == doctest::Approx(std::log(2)).epsilon(1e-15));
     for (double smoothing : {0., 0.1, 0.5})
         for (double x : {-30., -2., -0.1, 0., 0.7, 5., 30.}) {
             const double up = 1 / (1 + std::exp(-x)), want = -(1 - smoothing) * std::log(up) - smoothing * std::log1p(-up);
-            if (std::fabs(x) < 10) CHECK(dpo_loss(x, smoothing).loss == doctest::Approx(want).epsilon(1e-12));
-            const double h = 1e-5, slope = (dpo_loss(x + h, smoothing).loss - dpo_loss(x - h, smoothing).loss) / (2 * h);
-            CHECK(std::fabs(dpo_loss(x, smoothing).slope - slope) < 1e-8);
+            if (std::fabs(x) < 10) CHECK(sigmoid_loss(x, smoothing).loss == doctest::Approx(want).epsilon(1e-12));
+            const double h = 1e-5, slope = (sigmoid_loss(x + h, smoothing).loss - sigmoid_loss(x - h, smoothing).loss) / (2 * h);
+            CHECK(std::fabs(sigmoid_loss(x, smoothing).slope - slope) < 1e-8);
         }
-    CHECK(dpo_loss(-1e4, 0).loss == 1e4);
-    CHECK(dpo_loss(-1e4, 0).slope == -1);
-    CHECK(dpo_loss(1e4, 0).loss == 0);
-    CHECK(dpo_loss(1e4, 0.25).loss == 2500);
-    CHECK(dpo_loss(1e4, 0.25).slope == 0.25);
+    CHECK(sigmoid_loss(-1e4, 0).loss == 1e4);
+    CHECK(sigmoid_loss(-1e4, 0).slope == -1);
+    CHECK(sigmoid_loss(1e4, 0).loss == 0);
+    CHECK(sigmoid_loss(1e4, 0.25).loss == 2500);
+    CHECK(sigmoid_loss(1e4, 0.25).slope == 0.25);
+}
+
+TEST_CASE("each loss: its derivatives are differences of its values; answers of any likelihood") {
+    const PreferenceOptions o = {0.3, 0.1, 0.4, 1.5, 0.75};
+    const double h = 1e-5;
+    auto moved = [](Likelihood l, double by) { return l.logp += by, l; };
+    for (const Likelihood& c : {Likelihood{-7, -9, 4}, {-0.5, -0.25, 1}, {-90, -20, 30}})
+        for (const Likelihood& r : {Likelihood{-8, -7.5, 3}, {-1, -2, 2}, {-200, -190, 40}}) {
+            INFO(c.logp << ", " << r.logp);
+            for (auto& loss : PREFERENCE_LOSSES) {
+                INFO(loss.name);
+                for (bool desirable : {true, false}) {
+                    const double slope = (kto_loss(o, moved(c, h), 0.7, desirable).loss - kto_loss(o, moved(c, -h), 0.7, desirable).loss) / (2 * h);
+                    CHECK(kto_loss(o, c, 0.7, desirable).by_logp == doctest::Approx(slope).epsilon(1e-6));
+                }
+                if (!loss.pairs()) continue;
+                const PairLoss at = loss.of_pair(o, c, r);
+                const double by_c = (loss.of_pair(o, moved(c, h), r).loss - loss.of_pair(o, moved(c, -h), r).loss) / (2 * h);
+                const double by_r = (loss.of_pair(o, c, moved(r, h)).loss - loss.of_pair(o, c, moved(r, -h)).loss) / (2 * h);
+                CHECK(at.by_chosen == doctest::Approx(by_c).epsilon(1e-6));
+                CHECK(at.by_rejected == doctest::Approx(by_r).epsilon(1e-6));
+            }
+        }
+    // At the reference: IPO's target is 1 / (2 beta) away, KTO's value is in the middle.
+    const Likelihood same = {-5, -5, 5};
+    CHECK(ipo_loss({0.1}, same, same).loss == 25);
+    CHECK(kto_loss({}, same, 0, true).loss == 0.5);
+    for (double logp : {0., -1e-9, -1e4}) { // certain, impossible
+        const PairLoss one = orpo_loss(o, {logp, 0, 2}, {-3, 0, 2}), other = orpo_loss(o, {-3, 0, 2}, {logp, 0, 2});
+        for (double x : {one.loss, one.by_chosen, one.by_rejected, other.loss, other.by_chosen, other.by_rejected}) CHECK(std::isfinite(x));
+    }
+}
+
+// The rows of a fixture: its pairs, or with labels its first answers, each with its mismatched row.
+static void write_fixture(const std::string& path, sj::Value pairs, sj::Value labels, sj::Value mismatched) {
+    DatasetWriter writer(path, 0, 0);
+    size_t i = 0;
+    for (sj::Value pair : pairs.items()) {
+        std::vector<uint32_t> row[2];
+        for (int k : {0, 1}) {
+            for (sj::Value id : pair["prompt_ids"].items()) row[k].push_back((uint32_t)id.number());
+            const sj::Value answer = k && labels ? mismatched[i] : pair[k ? "rejected_ids" : "chosen_ids"];
+            for (sj::Value id : answer.items()) row[k].push_back((uint32_t)id.number() | TRAIN);
+        }
+        if (labels) writer.add_labelled(row[0], row[1], labels[i].boolean());
+        else writer.add_pair(row[0], row[1]);
+        i++;
+    }
+    writer.commit();
+}
+
+TEST_CASE("IPO, SimPO, ORPO and KTO beside TRL: loss, rewards, KL and gradients, however the step is cut") {
+    const Json batch(read_file(FIXTURES + "batch.json")), golden(read_file(FIXTURES + "losses.json"));
+    const MappedFile map(FIXTURES + "losses.safetensors");
+    Tensors theirs;
+    Metadata metadata;
+    read_safetensors(map, theirs, metadata);
+    Scratch scratch;
+    write_fixture(scratch / "pairs.bin", batch["pairs"], {}, {});
+    write_fixture(scratch / "answers.bin", batch["pairs"], golden["labels"], golden["mismatched_ids"]);
+    const ModelFile file("tests/fixtures/train/tied");
+    for (auto& loss : PREFERENCE_LOSSES)
+        for (int size : {4, 3, 1}) {
+            const std::string name = loss.name;
+            if (name == "dpo") continue;
+            INFO(name << ", " << size << " a batch");
+            const Dataset data(scratch / (loss.pairs() ? "pairs.bin" : "answers.bin"));
+            TrainOptions o;
+            o.full = true, o.preference = &loss, o.batch = size, o.accum = 4;
+            o.pref = {golden["beta"].number(), 0, golden["gamma"].number(), golden["weights"][0].number(), golden["weights"][1].number()};
+            Trainer<float> t(o, Context(), file, data, nullptr);
+            for (sj::Value p : (loss.pairs() ? batch : golden)["reference"].items()) t.reference.push_back(loss.has_reference ? p.number() : 1e9);
+            for (sj::Value p : golden["mismatched"].items()) t.mismatched.push_back(p.number());
+            t.add_gradients(t.loader.rows, t.weight(data, t.loader.rows));
+            t.preferences.divide();
+            const sj::Value want = golden[name.c_str()];
+            CHECK(std::fabs(t.results[0] / 4 - want["loss"].number()) < 1e-5);
+            for (int i = 0; i < Preferences::N; i++) {
+                INFO(Preferences::NAMES[i]);
+                if (const sj::Value x = want[Preferences::NAMES[i]]) CHECK(std::fabs(t.preferences.value[i] - x.number()) < 1e-5);
+                else CHECK((!loss.pairs() && i == Preferences::ACCURACY));
+            }
+            CHECK(std::fabs(t.preferences.kl - want["kl"].number()) < 1e-5);
+            CHECK(same_gradients(t, theirs, name + ".", 1e-4, 1e-5) == 3);
+        }
 }
 
 TEST_CASE("a batch beside TRL: loss, what is told of it, and gradients; with label smoothing and without") {
@@ -72,34 +165,26 @@ TEST_CASE("a batch beside TRL: loss, what is told of it, and gradients; with lab
     Metadata metadata;
     read_safetensors(map, theirs, metadata);
     Scratch scratch;
-    DatasetWriter writer(scratch / "pairs.bin", 0, 0);
-    for (sj::Value pair : golden["pairs"].items()) {
-        std::vector<uint32_t> row[2];
-        for (int k : {0, 1}) {
-            for (sj::Value id : pair["prompt_ids"].items()) row[k].push_back((uint32_t)id.number());
-            for (sj::Value id : pair[k ? "rejected_ids" : "chosen_ids"].items()) row[k].push_back((uint32_t)id.number() | TRAIN);
-        }
-        writer.add_pair(row[0], row[1]);
-    }
-    writer.commit();
+    write_fixture(scratch / "pairs.bin", golden["pairs"], {}, {});
     const Dataset data(scratch / "pairs.bin");
     const ModelFile file("tests/fixtures/train/tied");
     for (const char* name : {"sigmoid", "smoothed"})
         for (int batch : {4, 3, 1}) {
             INFO(name << ", " << batch << " pairs a batch");
             TrainOptions o;
-            o.full = o.dpo = true;
-            o.batch = batch, o.accum = 4, o.beta = golden["beta"].number();
-            if (name == std::string("smoothed")) o.label_smoothing = golden["smoothing"].number();
+            o.full = true, o.preference = &PREFERENCE_LOSSES[0];
+            o.batch = batch, o.accum = 4, o.pref.beta = golden["beta"].number();
+            if (name == std::string("smoothed")) o.pref.smoothing = golden["smoothing"].number();
             Trainer<float> t(o, Context(), file, data, nullptr);
             for (sj::Value p : golden["reference"].items()) t.reference.push_back(p.number());
             t.add_gradients(t.loader.rows, t.weight(data, t.loader.rows));
+            t.preferences.divide();
             CHECK(t.results[0] / 4 == doctest::Approx(golden[name]["loss"].number()).epsilon(1e-6));
             for (int i = 0; i < Preferences::N; i++) {
                 INFO(Preferences::NAMES[i]);
                 CHECK(std::fabs(t.preferences.value[i] - golden[name][Preferences::NAMES[i]].number()) < 1e-5);
             }
-            CHECK(same_gradients(t, theirs, std::string(name) + ".", 1e-4, 1e-5) == (o.label_smoothing ? 3 : 24));
+            CHECK(same_gradients(t, theirs, std::string(name) + ".", 1e-4, 1e-5) == (o.pref.smoothing > 0 ? 3 : 24));
         }
 }
 
@@ -178,12 +263,38 @@ TEST_CASE("the first loss is log 2 to the bit; batches cut otherwise, --recomput
     must(program("QWEN3", "./qwen3"), {out / "full", "-i", "warp?", "-n", "4", "-d", "cpu", "-j", "1"});
 }
 
+TEST_CASE("IPO, SimPO, ORPO, KTO: the margin rises; batches cut otherwise: the same bits; only those with a reference compute one") {
+    Scratch out;
+    for (auto& loss : PREFERENCE_LOSSES) {
+        const std::string name = loss.name;
+        if (name == "dpo") continue;
+        INFO(name);
+        const Strings how = {TINY, loss.pairs() ? pairs().all : pairs().labelled, "--" + name, "--steps", "10", "--lr", "2e-3", "--rank", "4", "--alpha", "8",
+                             "--eval", loss.pairs() ? pairs().all : pairs().labelled, "--allow-leak", "--eval-every", "5"};
+        const Result r = train(how + Strings{"--batch", "8", "-o", out / name});
+        CHECK((r.err.find(": the reference of ") != std::string::npos) == loss.has_reference);
+        const std::vector<double> margin = logged(out / name, "eval_rewards/margins"), losses = logged(out / name, "eval_loss");
+        REQUIRE(margin.size() == 2);
+        CHECK(margin[1] > margin[0]);
+        CHECK(losses[1] < losses[0]);
+        if (name == "ipo") CHECK(logged(out / name, "loss")[0] == 25);
+        if (name == "kto") CHECK(logged(out / name, "loss")[0] == 0.5);
+        CHECK(logged(out / name, "kl").size() == (loss.pairs() ? 0 : 10));
+        train(how + Strings{"--batch", "2", "--accum", "4", "-o", out / (name + "2")});
+        CHECK(read_file(out / name + "/adapter_model.safetensors") == read_file(out / (name + "2") + "/adapter_model.safetensors"));
+    }
+}
+
 TEST_CASE("Ctrl-C and --resume, LoRA and --full: to the bit as if nothing had been, and only with the same loss") {
     Scratch out;
-    for (bool full : {false, true}) {
-        Strings how = Strings{TINY, pairs().first, "--dpo", "--batch", "4", "--accum", "2", "--steps", "10", "--lr", "1e-3", "--eval", pairs().last, "--eval-every", "3"} + ONE;
+    for (const std::string kind : {"--dpo", "--full", "--orpo", "--kto"}) {
+        INFO(kind);
+        const bool full = kind == "--full", kto = kind == "--kto";
+        Strings how = Strings{TINY, kto ? pairs().labelled : pairs().first, full ? "--dpo" : kind, "--batch", "4", "--accum", "2", "--steps", "10", "--lr", "1e-3", "--eval",
+                              kto ? pairs().labelled : pairs().last, "--eval-every", "3"} + ONE;
+        if (kto) how.push_back("--allow-leak");
         how = how + (full ? Strings{"--full"} : Strings{"--rank", "4", "--alpha", "8", "--dropout", "0.1"});
-        const std::string whole = out / (full ? "fw" : "w"), parts = out / (full ? "fp" : "p"), file = full ? "/model.bin" : "/adapter_model.safetensors";
+        const std::string whole = out / ("whole" + kind), parts = out / ("parts" + kind), file = full ? "/model.bin" : "/adapter_model.safetensors";
         train(how + Strings{"-o", whole});
         Process p = start(trainer(), how + Strings{"-o", parts});
         for (int ms = 0; read_file_if(parts + "/trainer_log.jsonl").find("\"current_steps\": 4,") == std::string::npos; ms++) {
@@ -193,12 +304,12 @@ TEST_CASE("Ctrl-C and --resume, LoRA and --full: to the bit as if nothing had be
         kill(p.pid, SIGINT);
         CHECK(p.wait().status == 130);
         CHECK(logged(parts, "loss").size() < 10); // it was really stopped on its way
-        for (const Strings& other : {Strings{"--beta", "0.2"}, {"--label-smoothing", "0.1"}})
-            check_refusal(start(trainer(), how + other + Strings{"-o", parts, "--resume"}).wait(), "train_lora", format("begun with %s", other[0].c_str() + 2));
+        for (const Strings& other : {Strings{"--beta", "0.2"}, {kto ? "--desirable-weight" : kind == "--orpo" ? "--beta" : "--label-smoothing", "0.3"}})
+            check_refusal(start(trainer(), how + other + Strings{"-o", parts, "--resume"}).wait(), "train_lora", format("begun with %s", kto && other[0] != "--beta" ? "desirable" : other[0].c_str() + 2));
         train(how + Strings{"-o", parts, "--resume"});
         CHECK(read_file(parts + file) == read_file(whole + file));
         CHECK(read_file(parts + "/best" + file) == read_file(whole + "/best" + file));
-        for (const char* field : {"loss", "grad_norm", "rewards/margins", "eval_loss", "eval_rewards/accuracies"}) CHECK(logged(parts, field) == logged(whole, field));
+        for (const char* field : {"loss", "grad_norm", "rewards/margins", "eval_loss", "eval_rewards/margins"}) CHECK(logged(parts, field) == logged(whole, field));
     }
 }
 
@@ -218,6 +329,16 @@ TEST_CASE("what --dpo cannot train: one line, and nothing is written") {
     refused({pairs().rows, "--label-smoothing", "0.1"}, "--label-smoothing is for --dpo");
     refused({pairs().all, "--dpo", "--label-smoothing", "0.6"}, "--label-smoothing");
     refused({pairs().all, "--dpo", "--beta", "0"}, "--beta");
+    refused({pairs().all, "--dpo", "--kto"}, "--dpo or --kto: not both");
+    refused({pairs().all, "--ipo", "--grpo", "--reward", "exact"}, "--ipo or --grpo: not both");
+    refused({pairs().all, "--ipo", "--label-smoothing", "0.1"}, "--label-smoothing is for --dpo");
+    refused({pairs().all, "--dpo", "--gamma", "1"}, "--gamma is for --simpo");
+    refused({pairs().all, "--orpo", "--desirable-weight", "2"}, "--desirable-weight is for --kto");
+    refused({pairs().rows, "--undesirable-weight", "2"}, "--undesirable-weight is for --kto");
+    refused({pairs().rows, "--orpo"}, "rows.bin: --orpo trains on pairs");
+    refused({pairs().all, "--kto"}, "all.bin: --kto trains on labelled answers");
+    refused({pairs().labelled}, "labelled.bin: labelled answers: they need --kto");
+    refused({pairs().labelled, "--kto", "--eval", pairs().labelled}, "80 rows are in");
     refused({long_pair, "--dpo", "--max-len", "12"}, "every pair has more than 12 tokens");
     refused({pairs().all, "--dpo", "--batch", "65536", "--max-len", "600"}, "more than 2^26 tokens");
     // A pair goes as a whole, when one of its answers is too long.
@@ -303,6 +424,79 @@ TEST_CASE("pack: LLaMA-Factory's pairs and TRL's give the same bytes; unpack and
     const Dataset thought(pack(scratch, "thought", R"({"instruction": "Q", "chosen": "<think>\nhm\n</think>\n\nx", "rejected": "x"})" "\n"));
     const std::vector<int> open = render_chat(tokenizer, {{"user", "Q"}}, {true, true});
     for (int k : {0, 1}) CHECK((thought.row(k).first[open.size() - 1] < TRAIN && thought.row(k).first[open.size()] == ((uint32_t)tokenizer.id("<think>") | TRAIN)));
+}
+
+TEST_CASE("pack: labelled answers, each with the answer to another prompt; LLaMA-Factory's entries; unpack and pack again") {
+    Scratch scratch;
+    const std::string rows = R"({"instruction": "Q", "output": "x", "kto_tag": true})" "\n"
+        R"({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "R"}, {"from": "gpt", "value": "y z"}], "kto_tag": false})" "\n"
+        R"({"messages": [{"role": "user", "content": "S"}, {"role": "assistant", "content": "x"}], "kto_tag": true})" "\n";
+    const std::string path = pack(scratch, "x", rows);
+    const Dataset data(path);
+    const Tokenizer tokenizer(VOCABULARY);
+    REQUIRE(data.labelled());
+    REQUIRE(data.rows() == 6);
+    auto text = [&](size_t i, bool trained) {
+        std::vector<int> ids;
+        for (uint32_t word : data.row(i)) if ((word & TRAIN) == (trained ? TRAIN : 0)) ids.push_back((int)(word & ~TRAIN));
+        return tokenizer.decode(ids, true);
+    };
+    const char* answers[] = {"x", "y z", "x"}; // of each row; the mismatched one's is the row's before it
+    for (size_t i = 0; i < 3; i++) {
+        INFO(i);
+        CHECK(data.desirable(i) == (i != 1));
+        CHECK(text(2 * i, true) == tokenizer.decode(tokenizer.encode(answers[i], true), true) + tokenizer.decode(tokenizer.encode("<|im_end|>\n", true), true));
+        CHECK(text(2 * i + 1, true) == text(i == 0 ? 2 : 2 * i - 2, true));
+        CHECK(text(2 * i + 1, false) == text(2 * i, false));
+    }
+    const std::string again = must(datagen(), {"unpack", "-z", VOCABULARY, path}).out;
+    CHECK(lines(again).size() == 3);
+    CHECK(read_file(pack(scratch, "again", again)) == read_file(path));
+    CHECK(must(datagen(), {"stats", path}).out.find("rows      3, 3 of them different; labelled answers") != std::string::npos);
+    // LLaMA-Factory's kto_en_demo, with its entry; and the entry that pack writes for rows with kto_tag.
+    write_file(scratch / "demo.json", R"([{"messages": [{"content": "S", "role": "user"}, {"content": "x", "role": "assistant"}], "label": true},)"
+        R"({"messages": [{"content": "T", "role": "user"}, {"content": "y", "role": "assistant"}], "label": false}])");
+    write_file(scratch / "dataset_info.json", R"({"demo": {"file_name": "demo.json", "formatting": "sharegpt", "columns": {"messages": "messages", "kto_tag": "label"},)"
+        R"("tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}}})");
+    const Result r = must(datagen(), {"pack", "-z", VOCABULARY, scratch / "dataset_info.json", scratch / "demo.bin", "--name", "demo"});
+    CHECK(r.err.find("kto_tag <- label") != std::string::npos);
+    const Dataset demo(scratch / "demo.bin");
+    CHECK((demo.labelled() && demo.desirable(0) && !demo.desirable(1)));
+    pack(scratch, "own", lines(rows)[0] + "\n" + R"({"instruction": "R", "output": "y", "kto_tag": false})" "\n", {"--info", scratch / "dataset_info.json"});
+    must(datagen(), {"pack", "-z", VOCABULARY, scratch / "dataset_info.json", scratch / "own2.bin", "--name", "own"});
+    CHECK(read_file(scratch / "own2.bin") == read_file(scratch / "own.bin"));
+    // Neighbours with the same prompt are not mismatched.
+    std::string two;
+    for (const char* prompt : {"Q", "R", "S"})
+        for (const char* label : {"true", "false"}) two += format(R"({"instruction": "%s", "output": "%s %s", "kto_tag": %s})" "\n", prompt, prompt, label, label);
+    const Dataset apart(pack(scratch, "apart", two));
+    const size_t from[] = {2, 2, 1, 1, 3, 3}; // whose answer each has
+    REQUIRE(apart.rows() == 12);
+    for (size_t i = 0; i < 6; i++) {
+        const DatasetRow mixed = apart.row(2 * i + 1), other = apart.row(2 * from[i]);
+        const auto answer = [](DatasetRow row) { return std::vector<uint32_t>(std::find_if(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; }), row.end()); };
+        CHECK(answer(mixed) == answer(other));
+    }
+    // A mismatched answer is cut, and never the row's own.
+    const std::string long_rows = R"({"instruction": "a b c d e f", "output": "x", "kto_tag": true})" "\n" R"({"instruction": "a", "output": "a b c d e f", "kto_tag": true})" "\n";
+    const Dataset uncut(pack(scratch, "uncut", long_rows));
+    const size_t longest = std::max(uncut.row(0).size(), uncut.row(2).size());
+    const Dataset cut(pack(scratch, "cut", long_rows, {"--info", "none", "--max-len", format("%zu", longest)}));
+    CHECK(uncut.row(1).size() > longest);
+    CHECK((cut.rows() == 4 && cut.row(1).size() == longest && cut.row(0).size() == uncut.row(0).size()));
+    // Refused
+    auto refused = [&](const std::string& text, const char* word) {
+        write_file(scratch / "bad.jsonl", text + "\n");
+        check_refusal(start(datagen(), {"pack", "-z", VOCABULARY, scratch / "bad.jsonl", scratch / "bad.bin", "--info", "none"}).wait(), "datagen", word);
+        CHECK(!fs::exists(scratch / "bad.bin"));
+    };
+    const std::string good = lines(rows)[0] + "\n", none = R"({"instruction": "Q", "output": "x"})";
+    refused(good + R"({"instruction": "Q", "output": "y", "kto_tag": false})", "labelled answers to one prompt only");
+    refused(good + none, "line 2: kto_tag: missing");
+    refused(none + "\n" + good, "line 2: a label (kto_tag), and no row before it has one");
+    refused(good + R"({"instruction": "Q", "output": "x", "kto_tag": "yes"})", "line 2: kto_tag: neither true nor false");
+    refused(R"({"instruction": "Q", "chosen": "x", "rejected": "y", "kto_tag": true})", "line 1: a pair, and a label");
+    refused(R"({"text": "Q", "kto_tag": true})", "line 1: a text, and a label");
 }
 
 TEST_CASE("pack: what is no pair is named by its line, and nothing is written") {

@@ -160,20 +160,26 @@ TEST_CASE("ranks: what one of them says at its end is said once, and ends all; s
 
 struct Rows {
     Scratch folder;
-    std::string all = folder / "all.bin", other = folder / "other.bin", pairs = folder / "pairs.bin";
+    std::string all = folder / "all.bin", other = folder / "other.bin", pairs = folder / "pairs.bin", labelled = folder / "labelled.bin";
     Rows() {
         const std::string text = read_file("tests/fixtures/train/rows.jsonl");
         write_file(folder / "other.jsonl", text.substr(text.find('\n') + 1));
-        std::string two;
+        std::string two, one;
         for (auto& line : lines(text)) {
             const Json j(line);
             sj::Writer w;
             w.object().field("instruction", j["instruction"].str()).field("chosen", j["output"].str()).field("rejected", "no").end();
             two += w.text + "\n";
+            for (bool desirable : {true, false}) {
+                sj::Writer single;
+                single.object().field("instruction", j["instruction"].str()).field("output", desirable ? j["output"].str() : "no").field("kto_tag", desirable).end();
+                one += single.text + "\n";
+            }
         }
+        write_file(folder / "labelled.jsonl", one);
         write_file(folder / "pairs.jsonl", two);
         const char* datagen = getenv("DATAGEN") ? getenv("DATAGEN") : "./datagen";
-        for (auto& [from, to] : {std::pair<std::string, std::string>{"tests/fixtures/train/rows.jsonl", all}, {folder / "other.jsonl", other}, {folder / "pairs.jsonl", pairs}}) {
+        for (auto& [from, to] : {std::pair<std::string, std::string>{"tests/fixtures/train/rows.jsonl", all}, {folder / "other.jsonl", other}, {folder / "pairs.jsonl", pairs}, {folder / "labelled.jsonl", labelled}}) {
             const Result r = Process(datagen, {"pack", "-z", VOCABULARY, from, to, "--info", "none"}).wait();
             INFO(r.err);
             REQUIRE(r.status == 0);
@@ -208,11 +214,11 @@ static std::string numbers(const std::string& out) { // the state's tensors: wha
     memcpy(&header, all.data(), sizeof header);
     return all.substr(8 + header);
 }
-static const char* KINDS[] = {"--rank", "--full", "--dpo"};
+static const char* KINDS[] = {"--rank", "--full", "--dpo", "--kto"};
 static Strings of_kind(const std::string& kind) {
-    const Strings how = {TINY, kind == "--dpo" ? rows().pairs : rows().all, "--steps", "6", "--dtype", "f32", "--warmup", "0"};
+    const Strings how = {TINY, kind == "--dpo" ? rows().pairs : kind == "--kto" ? rows().labelled : rows().all, "--steps", "6", "--dtype", "f32", "--warmup", "0"};
     if (kind == "--full") return how + Strings{"--full", "--lr", "1e-3"};
-    return how + Strings{"--rank", "4", "--lr", "1e-2"} + (kind == "--dpo" ? Strings{"--dpo"} : Strings{});
+    return how + Strings{"--rank", "4", "--lr", "1e-2"} + (kind == "--rank" ? Strings{} : Strings{kind});
 }
 
 TEST_CASE("ranks: N of them have the curve of one with the same rows a step, whatever is trained; the same N the same bits") {
@@ -227,12 +233,13 @@ TEST_CASE("ranks: N of them have the curve of one with the same rows a step, wha
             INFO(name);
             for (const char* field : {"loss", "eval_loss", "grad_norm"}) near(logged(out / name, field), logged(out / "one", field), 2e-5);
             for (const char* field : {"lr", "total_tokens", "epoch"}) CHECK(logged(out / name, field) == logged(out / "one", field));
+            if (kind == "--kto") near(logged(out / name, "kl"), logged(out / "one", "kl"), 2e-3);
             if (kind == "--dpo") near(logged(out / name, "rewards/margins"), logged(out / "one", "rewards/margins"), 2e-3);
             CHECK(logged(out / name, "waited").size() == 6);
         }
         CHECK(logged(out / "one", "loss")[5] < logged(out / "one", "loss")[0] - 0.1); // it learns
         CHECK(logged(out / "one", "waited").empty());
-        if (kind == "--dpo") continue;
+        if (kind == "--dpo" || kind == "--kto") continue;
         // Once more, and not overlapped: the same sums.
         train(of_kind(kind) + eval + Strings{"--batch", "6", "--gpus", "2", "--no-overlap", "-o", out / "again"});
         CHECK(numbers(out / "two") == numbers(out / "again"));

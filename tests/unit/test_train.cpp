@@ -95,6 +95,77 @@ TEST_CASE("100 steps beside PEFT: every loss, gradient norms, and the loss of th
     CHECK(adapter.config.alpha == 8);
 }
 
+TEST_CASE("LoRA+: 30 steps beside PEFT's create_loraplus_optimizer; a ratio of 1 is none; --full refuses it") {
+    const Json peft(read_file(FIXTURES + "loraplus.json"));
+    Scratch out;
+    const Strings how = Strings{TINY, rows().all, "--adapter-init", FIXTURES + "adapter", "--no-shuffle", "--dropout", "0", "--dtype", "f32", "--batch", "8",
+                                "--lr", format("%g", peft["lr"].number())} + ONE;
+    train(how + Strings{"--steps", "30", "--loraplus-ratio", "16", "-o", out / "a"});
+    const std::vector<double> loss = logged(out / "a", "loss"), norm = logged(out / "a", "grad_norm");
+    REQUIRE(loss.size() == 30);
+    for (size_t i = 0; i < 30; i++) {
+        CHECK(std::fabs(loss[i] - peft["losses"][i].number()) < 1e-5);
+        CHECK(norm[i] == doctest::Approx(peft["norms"][i].number()).epsilon(1e-4));
+    }
+    train(how + Strings{"--steps", "2", "-o", out / "plain"});
+    train(how + Strings{"--steps", "2", "--loraplus-ratio", "1", "-o", out / "one"});
+    CHECK(read_file(out / "plain/adapter_model.safetensors") == read_file(out / "one/adapter_model.safetensors"));
+    check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{TINY, rows().all, "--full", "--loraplus-ratio", "16", "-o", out / "f"} + ONE).wait(), "train_lora", "--loraplus-ratio");
+}
+
+TEST_CASE("NEFTune: noise of the paper's size in training only; batches cut otherwise give the same bits") {
+    // The numbers: uniform in [-1, 1), of each token, step and channel.
+    const int N = 400, C = 50; // (C is no multiple of 4)
+    std::vector<uint32_t> token(N);
+    std::vector<float> bound(N), x((size_t)N * C, 1), fast = x, other = x;
+    for (int n = 0; n < N; n++) token[n] = (uint32_t)(7 * n), bound[n] = n < 200 ? 0.5f : 0.25f;
+    add_noise(x.data(), Noise{3, 5, token.data(), bound.data()}, N, C);
+    Context cpu;
+    add_noise_cpu(cpu, fast.data(), Noise{3, 5, token.data(), bound.data()}, N, C);
+    add_noise(other.data(), Noise{3, 6, token.data(), bound.data()}, N, C);
+    CHECK(x != other);
+    double sum = 0, squares = 0, product = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+        const double u = (x[i] - 1) / bound[i / C], v = (other[i] - 1) / bound[i / C];
+        CHECK(std::fabs(x[i] - fast[i]) < 1e-6);
+        CHECK(std::fabs(u) <= 1 + 1e-6);
+        sum += u, squares += u * u, product += u * v;
+    }
+    CHECK(std::fabs(sum) < 4 * std::sqrt(x.size() / 3.));           // mean 0, variance 1/3
+    CHECK(std::fabs(squares / (double)x.size() - 1. / 3) < 0.01);
+    CHECK(std::fabs(product) < 4 * std::sqrt((double)x.size()) / 3); // steps are independent
+    // A run: the loss of step 1 is that without noise, moved a little; an evaluation has none.
+    Scratch out;
+    const Strings how = Strings{TINY, rows().all, "--steps", "4", "--lr", "1e-3", "--rank", "4", "--dropout", "0", "--eval", rows().all, "--allow-leak", "--eval-every", "2"} + ONE;
+    train(how + Strings{"--batch", "8", "-o", out / "none"});
+    train(how + Strings{"--batch", "8", "--neftune-alpha", "5", "-o", out / "a"});
+    train(how + Strings{"--batch", "2", "--accum", "4", "--neftune-alpha", "5", "-o", out / "b"});
+    CHECK(logged(out / "a", "loss")[0] != logged(out / "none", "loss")[0]);
+    CHECK(logged(out / "a", "loss")[0] == doctest::Approx(logged(out / "none", "loss")[0]).epsilon(0.1));
+    CHECK(read_file(out / "a/adapter_model.safetensors") == read_file(out / "b/adapter_model.safetensors"));
+    CHECK(read_file(out / "a/adapter_model.safetensors") != read_file(out / "none/adapter_model.safetensors"));
+    train(how + Strings{"--neftune-alpha", "5", "--batch", "8", "--lr", "0", "-o", out / "still"}); // nothing changes
+    CHECK(logged(out / "still", "eval_loss")[0] == logged(out / "still", "eval_loss")[1]);
+    CHECK(logged(out / "still", "loss")[0] != logged(out / "still", "loss")[2]);
+    TrainOptions o; // the bound of a row of n tokens: alpha / sqrt(n C)
+    o.neftune = 5, o.dropout = 0;
+    const ModelFile file(TINY);
+    const Dataset data(rows().all);
+    o.lora.rank = 4, o.lora.alpha = 8;
+    std::fill(o.lora.targets, o.lora.targets + MODULES, true);
+    Trainer<float> t(o, Context(), file, data, nullptr);
+    const size_t some[] = {0, 1};
+    int R;
+    const Batch b = t.loader.load(data, some, 2, 0, R);
+    for (int n = 0; n < b.N; n++) {
+        const double tokens = (double)data.row(some[b.seq[n]]).size() - 1;
+        CHECK(t.loader.bound[n] == doctest::Approx(5 / std::sqrt(tokens * file.config.C)));
+    }
+    for (const Strings& method : {Strings{"--dpo"}, {"--grpo", "--reward", "exact"}})
+        check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{TINY, rows().all, "--neftune-alpha", "5", "-o", out / "f"} + method + ONE).wait(), "train_lora",
+                      format("--neftune-alpha is for training on answers, not with %s", method[0].c_str()));
+}
+
 TEST_CASE("a tiny model learns 32 rows by heart, and then answers them word for word: adapter, merged file, merged folder") {
     Scratch out;
     const Result r = train(Strings{TINY, rows().first, "-o", out / "a", "--eval", rows().last, "--batch", "8", "--steps", "100", "--lr", "4e-3", "--rank", "16",
@@ -493,7 +564,8 @@ TEST_CASE("a whole model in bf16, all its parameters and an adapter: each gradie
 
 TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to the bit") {
     Scratch out;
-    const Strings how = Strings{TINY, rows().first, "--batch", "8", "--steps", "30", "--lr", "1e-2", "--rank", "4", "--alpha", "8", "--eval", rows().last, "--eval-every", "7"} + ONE;
+    const Strings how = Strings{TINY, rows().first, "--batch", "8", "--steps", "30", "--lr", "1e-2", "--rank", "4", "--alpha", "8", "--loraplus-ratio", "2",
+                                "--neftune-alpha", "5", "--eval", rows().last, "--eval-every", "7"} + ONE;
     train(how + Strings{"-o", out / "whole"});
     Strings arguments = how + Strings{"-o", out / "parts"};
     int stops = 0;
@@ -522,7 +594,7 @@ TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to
     // A finished run stays finished.
     train(arguments);
     CHECK(result_of(out / "parts") == result_of(out / "whole"));
-    for (const Strings& other : {Strings{"--lr", "1e-3"}, {"--seed", "7"}, {"--batch", "4"}, {"--schedule", "linear"}})
+    for (const Strings& other : {Strings{"--lr", "1e-3"}, {"--seed", "7"}, {"--batch", "4"}, {"--schedule", "linear"}, {"--loraplus-ratio", "3"}, {"--neftune-alpha", "4"}})
         check_refusal(start(program("TRAIN_LORA", "./train_lora"), arguments + other).wait(), "train_lora", format("begun with %s", other[0].c_str() + 2));
 }
 
