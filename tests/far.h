@@ -25,8 +25,8 @@ template <class T> void fill_cache(Session<T>& s, const std::vector<int>& ids) {
         const Batch b = s.cache.of({N, 1, s.token, s.pos, s.seq, s.slot, s.table, s.pages, false});
         embed_cpu(s.ctx, a.in, s.weights.embed, b, c.C);
         norm_linear_cpu(s.ctx, a.qkv, a.norm1, a.in, layer.norm1, layer.qkv, N, c.eps);
-        qknorm_rope_kv_cpu(s.ctx, a.q, s.cache.keys, s.cache.values, a.qkv, layer.q_norm, layer.k_norm, s.rope, b, c.H, c.K,
-                           c.D, c.eps);
+        qknorm_rope_kv_cpu(s.ctx, a.q, {s.cache.keys, s.cache.values}, a.qkv, {layer.q_norm, layer.k_norm, s.rope}, b,
+                           c.heads());
     }
     s.ids = ids;
 }

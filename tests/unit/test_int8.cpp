@@ -409,7 +409,7 @@ static void check_refused(const Checkpoint& checkpoint, bool int8, const std::st
     ModelFile file(memory.path);
     std::string message;
     try {
-        Weights<bf16> weights(file, int8);
+        Weights<bf16> weights(file, int8 ? Format::INT8 : Format::PLAIN);
     } catch (const Error& e) {
         message = e.what();
     }
@@ -502,7 +502,7 @@ TEST_CASE("INT8 files that are refused") {
                 check_refused(c, true, o + " has an infinity or a NaN");
                 MemoryFile memory(c.file());
                 ModelFile file(memory.path);
-                CHECK_NOTHROW(Weights<float>(file));
+                CHECK_NOTHROW(Weights<float>(file, Format::PLAIN));
                 bytes = before;
             }
         }
@@ -520,7 +520,7 @@ static sj::Value golden(const std::string& folder, sj::Doc& doc, std::string& te
 // Logarithms of the probabilities at every position of the fixture's prompts, computed in T.
 template <class T>
 std::vector<double> log_probabilities(const ModelFile& file, sj::Value prompts, bool int8) {
-    Weights<T> weights(file, int8);
+    Weights<T> weights(file, int8 ? Format::INT8 : Format::PLAIN);
     const int V = file.config.V;
     std::vector<double> out;
     for (sj::Value prompt : prompts.items()) {

@@ -115,6 +115,9 @@ TEST_CASE_TEMPLATE("attention finds a token 110,000 positions back by a plane wh
         std::vector<acc<T>> rope((size_t)(QUERY + 1) * D);
         fill_rope(rope.data(), QUERY + 1, D, 1e4, scaled ? scaling : RopeScaling());
         std::vector<T> keys((size_t)pages * PAGE * D), values = keys, q((size_t)CHUNK * D), qkv((size_t)CHUNK * 3 * D), out(D);
+        const LayerCache<T> cache = {keys.data(), values.data()};
+        const HeadNorms<T> norms = {weight.data(), weight.data(), rope.data()};
+        const HeadShape shape = {1, 1, D, 1e-6f};
         auto batch = [&](int first, int N) {
             std::fill(qkv.begin(), qkv.end(), to_stored<T>((acc<T>)0));
             for (int n = 0; n < N; n++) {
@@ -128,8 +131,8 @@ TEST_CASE_TEMPLATE("attention finds a token 110,000 positions back by a plane wh
             return b;
         };
         for (int first = 0; first < QUERY; first += CHUNK)
-            CALL(qknorm_rope_kv, q.data(), keys.data(), values.data(), qkv.data(), weight.data(), weight.data(), rope.data(), batch(first, CHUNK), 1, 1, D, 1e-6f);
-        CALL(attend, out.data(), (acc<T>*)nullptr, q.data(), keys.data(), values.data(), qkv.data(), weight.data(), weight.data(), rope.data(), batch(QUERY, 1), 1, 1, D, 1e-6f);
+            CALL(qknorm_rope_kv, q.data(), cache, qkv.data(), norms, batch(first, CHUNK), shape);
+        CALL(attend, out.data(), (acc<T>*)nullptr, q.data(), cache, qkv.data(), norms, batch(QUERY, 1), shape);
         for (const T& x : out) CHECK(std::fabs((double)to_acc(x) - (scaled ? 1 : -1)) < 1e-3);
     }
 }
