@@ -534,7 +534,8 @@ TEST_CASE("norms, RoPE and embedding, backward") {
         }
 }
 
-// A number that was rounded to bf16 is off by 2^-9 of itself; turned, by sqrt(2) of that of its head's largest, and then
+// A number that was rounded to bf16 is off by 2^-9 of itself; turned by a scaled table, by SCALED.attention sqrt(2) of that
+// of its head's largest, and then
 // it is multiplied by w / rms, or as part of a mean by w x / rms^2 and x / rms.
 TEST_CASE("attend, backward: the two ops, without the rounding between them") {
     Random random{12};
@@ -578,7 +579,7 @@ TEST_CASE("attend, backward: the two ops, without the rounding between them") {
                     double most = 0, heaviest = 0;
                     for (int i = 0; i < D; i++) most = std::max<double>(most, std::fabs(to_acc(before[at + i]))), heaviest = std::max<double>(heaviest, to_acc(w[i]));
                     for (int i = 0; i < D; i++)
-                        tolerance[at + i] = std::sqrt(2.) / 512 * most * r * (to_acc(w[i]) + std::fabs(to_acc(qkv[at + i])) * r * heaviest) + 2.2 * rounding<bf16>(to_acc(want[at + i])) + 1e-6;
+                        tolerance[at + i] = SCALED.attention * std::sqrt(2.) / 512 * most * r * (to_acc(w[i]) + std::fabs(to_acc(qkv[at + i])) * r * heaviest) + 2.2 * rounding<bf16>(to_acc(want[at + i])) + 1e-6;
                 }
                 CHECK(wrong(got.get(), as_double(want), [&](size_t i) { return tolerance[i]; }) == 0);
                 // Where the norms' weights are trained, they are two.
