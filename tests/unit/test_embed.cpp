@@ -820,8 +820,13 @@ static double product_of(const std::vector<float>& a, const std::vector<float>& 
 
 TEST_CASE("hybrid: the ranking by vectors is that of embed's own, and the two rankings are joined as they are defined") {
     Notes notes;
-    const Documents docs = notes.open(notes.models(true, false), 9), words = notes.open({}, 1000);
+    const Documents docs = notes.open(notes.models(true, false), 9);
     const DocumentIndex index(notes.index);
+    const Jieba jieba("data/datagen/jieba.bin");
+    const auto named = [&](uint32_t passage) {
+        const DocumentIndex::Passage& p = index.passage_at(passage);
+        return format("%s:%u, %s", std::string(index.name_of(index.file_at(p.file))).c_str(), p.line, std::string(index.heading_of(p)).c_str());
+    };
     const auto n = (uint32_t)index.header().passages;
     REQUIRE(n >= 36);
     const VectorFile file(vectors_path(notes.index, notes.models(true, false).vectors->hash()));
@@ -856,13 +861,9 @@ TEST_CASE("hybrid: the ranking by vectors is that of embed's own, and the two ra
         for (uint32_t i = 1; i < n; i++) CHECK(stored[ranking[i - 1].passage] > stored[ranking[i].passage] - 1e-6);
 
         std::map<std::string, double> sums;
-        const Strings by_words = names(words.find(question));
-        for (size_t i = 0; i < by_words.size(); i++) sums[by_words[i]] += 1. / (61 + (double)i);
-        for (size_t i = 0; i < n; i++) {
-            const DocumentIndex::Passage& p = index.passage_at(ranking[i].passage);
-            sums[format("%s:%u, %s", std::string(index.name_of(index.file_at(p.file))).c_str(), p.line,
-                        std::string(index.heading_of(p)).c_str())] += 1. / (61 + (double)i);
-        }
+        const auto by_words = index.search(question_words(jieba, question), 1000);
+        for (size_t i = 0; i < by_words.size(); i++) sums[named(by_words[i].passage)] += 1. / (61 + (double)i);
+        for (size_t i = 0; i < n; i++) sums[named(ranking[i].passage)] += 1. / (61 + (double)i);
         const std::vector<Source> found = docs.find(question);
         REQUIRE(found.size() == 9);
         std::vector<double> best;
