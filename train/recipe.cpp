@@ -146,7 +146,7 @@ struct Translation {
 
     // What is trained, by which method.
     void method() {
-        if (!in.flag("do_train")) in.refuse("do_train", "train_lora trains: it is true");
+        if (!in.flag("do_train")) in.refuse("do_train", "only true is done");
         const std::string stage = in.take("stage", "sft"), type = in.take("finetuning_type", "lora");
         if (stage != "sft" && stage != "dpo" && stage != "kto") in.refuse("stage", "sft, dpo and kto are done");
         if (type != "lora" && type != "full") in.refuse("finetuning_type", "lora and full are done");
