@@ -193,10 +193,10 @@ $(BUILD)/chat_page.inc: $(wildcard server/page/*)
 	    for (n = 0; (got = getline line < file) > 0; n++) print line; \
 	    if (n == 0 || got < 0) { print file ": cannot be read" > "/dev/stderr"; exit 1 } \
 	    next \
-	  } {print}' server/page/page.html && printf ')page"\n'; } > $@.new && mv $@.new $@
+	  } {print}' server/page/page.html && printf ')page"\n'; } > $@.$$$$ && mv $@.$$$$ $@
 $(BUILD)/temml.inc: server/page/LICENSE-temml server/page/temml.min.js
 	@mkdir -p $(BUILD)
-	@{ echo '/*' && cat $< && echo '*/' && cat $(lastword $^); } | od -An -v -tu1 | sed 's/[0-9][0-9]*/&,/g' > $@.new && mv $@.new $@
+	@{ echo '/*' && cat $< && echo '*/' && cat $(lastword $^); } | od -An -v -tu1 | sed 's/[0-9][0-9]*/&,/g' > $@.$$$$ && mv $@.$$$$ $@
 $(B)/server/http/room.o: $(BUILD)/chat_page.inc $(BUILD)/temml.inc
 
 # The C API, for other programs (qwen3.h; lab/embed.cpp shows how).

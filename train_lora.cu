@@ -16,7 +16,7 @@
    number as `scale`. With --kto a unit is one answer with a label, and a second row with the same prompt, which is only
    measured.
 
-   With --grpo it is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
+   With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
    rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
 
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
@@ -27,7 +27,7 @@
    owns a part of them (ZeRO stage 1; Rajbhandari et al., 2020): it gets the sums of that part, moves its parameters,
    and sends the others their copies of type T. Rank 0 evaluates, and writes all there is to write.
 
-   What is random (order of rows, first A, dropout, noise) is a function of seed, step and place, so that a run that was
+   Random choices (order of rows, first A, dropout, noise) are functions of seed, step and place, so that a run that was
    stopped goes on bit by bit as if it had not been. It is the arithmetic of PEFT and transformers' Trainer: see
    tests/unit/test_train.cpp, which holds it to theirs.
 
@@ -49,6 +49,7 @@
 #include "model/chat_template.h"
 #include "model/dataset.h"
 #include "model/device.h"
+#include "train/folder.h"
 #include "train/merge.h"
 #include "train/options.h"
 #include "train/run.h"
@@ -120,6 +121,10 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
 
 // A recipe's rows, by `datagen pack`.
 static void pack_recipe(const TrainOptions& o) {
+    if (o.packs.empty()) return;
+    if (getenv("MASTER_ADDR") && getenv("RANK"))
+        DIE("--recipe: a launcher has started this process as one of several; pack the rows first (datagen pack)");
+    const RunFolder checked(o, false); // a run there keeps its rows
     for (auto& words : o.packs) {
         book::Arguments a;
         a.files = {words[0], words[1]};
@@ -129,7 +134,7 @@ static void pack_recipe(const TrainOptions& o) {
         shown.insert(shown.end(), {"-z", a.given["-z"]});
         fprintf(stderr, "%s: %s\n", o.recipe.c_str(), shell_command("datagen pack", shown).c_str());
         const size_t slash = words[1].rfind('/');
-        if (slash != std::string::npos) make_folder(words[1].substr(0, slash));
+        if (slash != std::string::npos && slash > 0) make_folder(words[1].substr(0, slash));
         book::run_pack(a);
     }
 }

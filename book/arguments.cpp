@@ -47,6 +47,20 @@ std::string Arguments::beside(const std::string& name) {
     return access(there.c_str(), F_OK) == 0 ? there : name;
 }
 
+std::string Arguments::beside_program(const std::string& name) {
+    char self[4096];
+    const ssize_t n = readlink("/proc/self/exe", self, sizeof self);
+    std::string folder(self, (size_t)std::max<ssize_t>(n, 0));
+    for (int up = 0; up < 4 && !folder.empty(); up++) { // (build/MODE/tests is three below the repository)
+        folder.resize(folder.find_last_of('/') == folder.npos ? 0 : folder.find_last_of('/'));
+        if (access((folder + "/" + name).c_str(), F_OK) == 0) return folder + "/" + name;
+    }
+    DIE("%s: not in the program's folder, nor in the three above it", name.c_str());
+}
+std::string Arguments::filter() const {
+    return has("--data") ? given.at("--data") + "/book.lua" : beside_program("data/datagen/book.lua");
+}
+
 void for_each_line(const std::string& path, const std::function<void(std::string_view line, size_t number)>& f) {
     struct stat st;
     if (stat(path.c_str(), &st) == 0 && st.st_size == 0 && (S_ISREG(st.st_mode) || S_ISCHR(st.st_mode))) return;

@@ -24,6 +24,10 @@ struct Arguments {
     std::string data(const std::string& name) const;
     std::string tokenizer() const { return text("-z", beside("tokenizer.bin")); }
     static std::string beside(const std::string& name);
+    // A file that pandoc executes: in the program's folder or above it. Never in the current one, which a stranger may
+    // have filled.
+    static std::string beside_program(const std::string& name);
+    std::string filter() const; // of pandoc: book.lua of --data, or beside the program
 };
 
 // Calls f with the lines of a list in data/datagen/, without comments (from ';' on) and surrounding blanks.

@@ -31,7 +31,7 @@ int run_chunk(const Arguments& a) {
     const std::string clean = a.text("--clean", "auto");
     if (clean != "auto" && clean != "yes" && clean != "no") DIE("--clean %s: expected auto, yes or no", clean.c_str());
     for (auto& path : a.files) {
-        const std::string text_of_book = read_book(path, {clean, a.data("book.lua")});
+        const std::string text_of_book = read_book(path, {clean, a.filter()});
         const std::string_view book = text_of_book;
         const std::string source = path.substr(path.rfind('/') + 1);
         for (const Chunk& c : cut_chunks(book, sizes)) {

@@ -82,7 +82,7 @@ std::vector<GradeQuestion> questions_of(const std::string& text, const std::stri
 std::vector<GradeQuestion> read_questions(const Arguments& a) {
     const std::string& path = a.files[0];
     std::vector<GradeQuestion> all =
-        is_json(path) ? read_json(path) : questions_of(read_book(path, {"no", a.data("book.lua"), true}), path);
+        is_json(path) ? read_json(path) : questions_of(read_book(path, {"no", a.filter(), true}), path);
     if (all.empty()) DIE("%s: no question in it; rows of JSON, or lines that begin with 问题： and 答案：", path.c_str());
     for (auto& q : all) {
         q.question = trimmed(q.question), q.reference = trimmed(q.reference);

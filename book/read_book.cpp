@@ -14,12 +14,26 @@
 #include <fcntl.h>
 #include <memory>
 #include <set>
+#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
 
 namespace book {
+
+// A document may be made to take a converter's whole machine: it has 120 s of CPU time and 1 GB for what it writes;
+// pdftotext also 4 GB of memory (pandoc reserves address space without end). It ends with the thread that started it.
+static void limit_converter(const char* program) {
+    const auto most = [](auto of, rlim_t value) {
+        const rlimit both = {value, value};
+        setrlimit(of, &both);
+    };
+    most(RLIMIT_CPU, 120), most(RLIMIT_FSIZE, 1 << 30), most(RLIMIT_CORE, 0);
+    if (strcmp(program, "pdftotext") == 0) most(RLIMIT_AS, (rlim_t)4 << 30);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+}
 
 // Runs a program of PATH and returns its standard output. False if it is not installed; if it fails, the last line of
 // its messages is in the error. No shell parses the words.
@@ -35,6 +49,7 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
     if (child < 0) DIE("%s: %s", argv[0], strerror(errno));
     if (child == 0) {
         signal(SIGPIPE, SIG_DFL);
+        limit_converter(argv[0]);
         dup2(open("/dev/null", O_RDONLY), 0), dup2(fileno(text.get()), 1), dup2(fileno(said.get()), 2);
         execvp(argv[0], argv.data());
         const int fault = errno;
@@ -44,8 +59,10 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
     int fault = 0, status = 0;
     while (read(started[0], &fault, sizeof fault) < 0 && errno == EINTR) {}
     close(started[0]);
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
-        if (interrupted) kill(child, SIGTERM);
+    while (waitpid(child, &status, WNOHANG) == 0) { // (a signal may have reached another thread)
+        if (interrupted) kill(child, SIGKILL);
+        usleep(2000);
+    }
     stop_if_interrupted();
     if (fault == ENOENT) return false;
     if (fault) DIE("%s: %s", argv[0], strerror(fault));
@@ -58,7 +75,7 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
     };
     if (status != 0) {
         const std::string all(trimmed(all_of(said.get())));
-        std::string why = all.empty() ? "" : ": " + all.substr(all.rfind('\n') + 1);
+        std::string why = all.empty() ? "" : ": " + all.substr(all.rfind('\n') + 1, 200);
         for (char& c : why)
             if ((uint8_t)c < 0x20 || c == 0x7F) c = ' ';
         if (WIFEXITED(status))

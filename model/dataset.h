@@ -31,7 +31,8 @@
 // vocabulary. Limits: 2^31 - 1 tokens a row, 2^40 in all; little-endian machines.
 //
 // Pairs: rows 2i and 2i + 1 are the chosen and the rejected answer to one prompt. Their prompt is the same, token by
-// token; behind it every token is trained; and the answers differ. A program that knows only rows refuses version 2.
+// token; behind it every token is trained; and the answers differ. A program that knows only rows refuses versions 2
+// and 3.
 //
 // Labelled answers: row 2i is an answer, desirable or not; row 2i + 1 is the same prompt with the answer to another one,
 // which KTO measures and does not train. Their prompt is the same, token by token; behind it every token is trained.

@@ -135,8 +135,8 @@ void DocumentText::read_once(const std::string& path) {
 }
 
 void DocumentText::convert(const std::string& path) {
-    const book::Reading how = {"auto", book::Arguments::beside("data/datagen/book.lua"), false, [](auto&) {}};
     try {
+        const book::Reading how = {"auto", book::Arguments::beside_program("data/datagen/book.lua"), false, [](auto&) {}};
         text = book::book_text(path, text, how);
         if (text.size() > MOST) file.fault = Index::TOO_LARGE;
     } catch (const Error& e) {

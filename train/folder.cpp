@@ -16,9 +16,9 @@ static const char* const RUN_FILES[] = {
     "adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl",
     "loss.svg", "reward.svg", "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"};
 
-RunFolder::RunFolder(const TrainOptions& options) : o(options) {
+RunFolder::RunFolder(const TrainOptions& options, bool locks) : o(options) {
     struct stat st;
-    if (stat(o.out.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) take();
+    if (locks && stat(o.out.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) take();
     check();
 }
 

@@ -14,7 +14,8 @@ class RunFolder {
 
   public:
     // Throws Error if the options do not allow a run in this folder, or another run uses it. Changes nothing.
-    explicit RunFolder(const TrainOptions& options);
+    // locks: else it is checked only.
+    explicit RunFolder(const TrainOptions& options, bool locks = true);
     // Creates the folder if it is missing; removes files that --overwrite replaces.
     void open();
 };

@@ -41,7 +41,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
     GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
-        {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options override its own",
+        {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options add to its own",
          file_name(o.recipe)},
         {"-o", "--output", "DIR", "output folder: adapter, log, loss curve, checkpoint", file_name(o.out)},
         {"", "--full", "", "train all parameters and write OUT/model.bin (default: LoRA)", flag(o.full)},
@@ -191,7 +191,15 @@ static std::vector<std::string> parse_all(TrainOptions& o, const std::vector<Opt
     const Recipe recipe = read_recipe(first.recipe);
     std::vector<char*> words = {argv[0]};
     for (auto& word : recipe.options) words.push_back(const_cast<char*>(word.c_str()));
-    words.insert(words.end(), argv + 1, argv + argc);
+    for (int i = 1; i < argc; i++) { // (what was packed and what is trained are the recipe's)
+        const std::string word = argv[i], name = word.substr(0, word.find('='));
+        for (auto& row : table)
+            if (*row.name && (name == row.brief || name == row.name))
+                for (auto& said : recipe.options)
+                    if (said == row.brief || said == row.name)
+                        DIE("%s: %s is the recipe's to say: change it there", first.recipe.c_str(), row.name);
+        words.push_back(argv[i]);
+    }
     o.packs = recipe.packs;
     for (auto& remark : recipe.remarks) fprintf(stderr, "%s: %s\n", first.recipe.c_str(), remark.c_str());
     fprintf(stderr, "%s: %s\n", first.recipe.c_str(), shell_command("train_lora", recipe.options).c_str());

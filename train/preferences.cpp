@@ -130,7 +130,7 @@ template <class T> void Trainer<T>::find_kl(const Dataset& from, const std::vect
         for (size_t s = 0; s < p.size(); s++) sum += p[s] - ref[list[first + s]];
     });
     if (of_step) ranks.sum(&sum, 1);
-    kl = std::max(0., sum / (double)all);
+    kl = std::max(sum / (double)all, 0.); // (a NaN stays one)
     preferences.kl = ranks.rank == 0 ? kl : 0;
 }
 

@@ -32,9 +32,10 @@ struct Lines {
         found->second.used = true;
         return found->second.text;
     }
-    std::string need(const std::string& key) {
+    std::string need(const std::string& key) { // a name
         const std::string text = take(key);
         if (text.empty()) refuse(key, "missing");
+        if (text[0] == '-') refuse(key, "a name that begins as an option");
         return text;
     }
     bool flag(const std::string& key, bool otherwise = false) {
@@ -58,7 +59,9 @@ std::string_view stripped(std::string_view text) {
 Lines::Lines(const std::string& p) : path(p) {
     const MappedFile file(path);
     int number = 1;
-    for (std::string_view rest = file.text(); !rest.empty(); number++) {
+    std::string_view rest = file.text();
+    if (rest.substr(0, 3) == "\xEF\xBB\xBF") rest.remove_prefix(3);
+    for (; !rest.empty(); number++) {
         const size_t end = std::min(rest.find('\n'), rest.size());
         add(rest.substr(0, end), number);
         rest.remove_prefix(std::min(end + 1, rest.size()));
@@ -68,6 +71,8 @@ Lines::Lines(const std::string& p) : path(p) {
 void Lines::add(std::string_view line, int number) {
     const std::string_view text = stripped(line);
     if (text.empty() || text[0] == '#' || text == "---") return;
+    for (unsigned char c : text)
+        if ((c < 0x20 && c != '\t') || c == 0x7F) DIE("%s: line %d: a control character", path.c_str(), number);
     const size_t colon = text.find(':');
     const bool nested = line[0] == ' ' || line[0] == '\t' || text[0] == '-';
     if (nested || colon == text.npos || (colon + 1 < text.size() && text[colon + 1] != ' ' && text[colon + 1] != '\t'))
@@ -115,7 +120,7 @@ const char* const WITHOUT_EFFECT[] = {
     "ddp_timeout", "per_device_eval_batch_size", "gradient_checkpointing", "disable_gradient_checkpointing",
     "flash_attn", "enable_thinking", "run_name", "cache_dir", "low_cpu_mem_usage", "include_num_input_tokens_seen"};
 
-// Keys that are read only as they are by default.
+// Keys that may have only their default value.
 const struct { const char *key, *value, *why; } FIXED[] = {
     {"use_dora", "false", "DoRA is not implemented"}, {"pissa_init", "false", "not implemented"},
     {"use_galore", "false", "not implemented"}, {"use_apollo", "false", "not implemented"},
@@ -144,7 +149,7 @@ struct Translation {
 
     template <class... More> void option(const More&... words) { (out.options.push_back(words), ...); }
 
-    // What is trained, by which method.
+    // The model, the adapter and the loss.
     void method() {
         if (!in.flag("do_train")) in.refuse("do_train", "only true is done");
         const std::string stage = in.take("stage", "sft"), type = in.take("finetuning_type", "lora");
@@ -165,6 +170,7 @@ struct Translation {
         std::string target = in.take("lora_target", "all");
         target.erase(std::remove(target.begin(), target.end(), ' '), target.end());
         if (kinds.count("lora")) option("--targets", target);
+        else if (in.values.count("lora_target")) in.refuse("lora_target", "it is for a new adapter");
         if (in.flag("use_rslora")) option("--rslora");
     }
 
@@ -189,7 +195,7 @@ struct Translation {
             in.refuse("lr_scheduler_type", "linear, cosine, constant and constant_with_warmup are done");
         option("--schedule", kind.substr(0, kind.find('_')), "--warmup", kind == "constant" ? "0" : warmup);
         const std::string steps = in.take("max_steps", "-1"), epochs = in.take("num_train_epochs", "3.0");
-        if (steps[0] == '-') option("--epochs", epochs);
+        if (steps[0] == '-' || steps == "0") option("--epochs", epochs);
         else option("--steps", steps);
         if (in.flag("disable_shuffling")) option("--no-shuffle");
         if (in.flag("bf16")) option("--dtype", "bf16");
@@ -239,7 +245,9 @@ struct Translation {
             const std::string value = in.take(fixed.key, fixed.value);
             char* end;
             const double number = strtod(value.c_str(), &end);
-            if (value != fixed.value && (*end || number != strtod(fixed.value, nullptr) || !isdigit(*fixed.value)))
+            if (strcmp(fixed.value, "false") == 0) {
+                if (in.flag(fixed.key)) in.refuse(fixed.key, fixed.why);
+            } else if (value != fixed.value && (*end || number != strtod(fixed.value, nullptr) || !isdigit(*fixed.value)))
                 in.refuse(fixed.key, fixed.why);
         }
         std::string idle;
@@ -263,7 +271,10 @@ std::string shell_command(const std::string& program, const Recipe::Words& words
     std::string command = program;
     for (std::string word : words) {
         auto plain = [](unsigned char c) { return isalnum(c) || strchr("_-+=.,:/@%", c); };
-        if (!std::all_of(word.begin(), word.end(), plain)) word = "'" + word + "'";
+        if (word.empty() || !std::all_of(word.begin(), word.end(), plain)) {
+            for (size_t at = 0; (at = word.find('\'', at)) != word.npos; at += 4) word.replace(at, 1, "'\\''");
+            word = "'" + word + "'";
+        }
         command += " " + word;
     }
     return command;

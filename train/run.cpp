@@ -38,7 +38,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
                (double)parameters(file.config) / 1e6, type_name(t.w), several.c_str(), device_name(ctx).c_str(),
                file.config.rope_scaling.note().c_str(), lora.c_str(), (double)t.params.trained() / 1e6);
     const std::string what = o.grpo ? format("%d answers to each, of at most %d tokens", o.rl.group, o.rl.max_tokens)
-                                    : counted(trained_tokens(data, t.loader.rows), "trained token");
+                                    : counted(data.labelled() ? trained_tokens(Half{data, 0}, t.loader.rows)
+                                                             : trained_tokens(data, t.loader.rows), "trained token");
     ranks.tell("%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
                counted(t.loader.rows.size(), t.loader.unit()).c_str(), what.c_str(),
                counted((size_t)t.steps, "step").c_str(), counted(t.loader.step_units(), t.loader.unit()).c_str(),

@@ -1,6 +1,7 @@
 // math.js: formulas. Temml, which the server has beside the page, turns TeX into MathML. It is loaded when the first
 // formula appears. Until then, and if it refuses a formula, the TeX itself is shown.
-const MATH_LENGTH = 2000, MATH_DEPTH = 50, MATH_KEPT = 1000;
+const MATH_LENGTH = 2000, MATH_DEPTH = 50, MATH_NODES = 5000, MATH_KEPT = 1000;
+const MACRO = /\\(?:[gex]?def|let|futurelet|(?:re|provide)?newcommand|renewcommand|providecommand)(?![a-zA-Z])/;
 const MATHML = 'http://www.w3.org/1998/Math/MathML';
 const TEMML = window.trustedTypes // the only address that a script may be loaded from
   ? trustedTypes.createPolicy('math', {createScriptURL: () => 'temml.js'}).createScriptURL('') : 'temml.js';
@@ -39,7 +40,7 @@ function drawFormula(node, tex, display) {
   if (math) node.title = tex, node.replaceChildren(math.cloneNode(true));
 }
 function mathOf(tex, display) {
-  if (tex.length > MATH_LENGTH) return null;
+  if (tex.length > MATH_LENGTH || MACRO.test(tex)) return null; // (macros make a page of any length of few letters)
   const holder = document.createElement('span');
   try {
     temml.render(tex, holder, {displayMode: display, throwOnError: true, maxExpand: 200, maxSize: [40, 400]});
@@ -47,7 +48,8 @@ function mathOf(tex, display) {
     return null;
   }
   const math = holder.firstElementChild;
-  return math && holder.childElementCount === 1 && isPlainMath(math, 0) ? math : null;
+  const few = holder.getElementsByTagName('*').length <= MATH_NODES;
+  return math && few && holder.childElementCount === 1 && isPlainMath(math, 0) ? math : null;
 }
 // Whether a tree has MathML and spans only, without links, and is not too deep to be laid out. Names (\label) are removed:
 // the page's own elements are found by theirs.

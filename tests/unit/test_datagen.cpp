@@ -426,7 +426,7 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
     };
     CHECK(text(pdf) == "-layout|-enc|UTF-8|" + pdf + "|-| read the words of this.\n");
     CHECK(text(unnamed) == "-layout|-enc|UTF-8|" + unnamed + "|-| read the words of this.\n");
-    const std::string filter = "-t|gfm-raw_html|--wrap=none|--lua-filter|data/datagen/book.lua|";
+    const std::string filter = "-t|gfm-raw_html|--wrap=none|--lua-filter|" + fs::canonical(".").string() + "/data/datagen/book.lua|";
     CHECK(text(html) == filter + html + "| read the words of this.\n");
     write_file(scratch / "b.ODT", "PK");
     CHECK(text(scratch / "b.ODT") == filter + scratch / "b.ODT" + "| read the words of this.\n");

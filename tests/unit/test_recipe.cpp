@@ -108,9 +108,13 @@ eval_steps: 3
     CHECK(read_file(own + "/adapter_model.safetensors") == read_file(out + "/adapter_model.safetensors"));
     CHECK(logged(own, "eval_loss") == logged(out, "eval_loss"));
     CHECK(logged(out, "loss").size() == 8);
-    // An option overrides the recipe's.
-    must(trainer(), Strings{"--recipe", path, "--allow-leak", "--lr", "2e-3"} + ONE);
-    CHECK(read_file(own + "/adapter_model.safetensors") != read_file(out + "/adapter_model.safetensors"));
+    // An option adds to the recipe's, and does not contradict it. A run's rows are not packed anew.
+    check_refusal(run(trainer(), Strings{"--recipe", path, "--lr", "2e-3"} + ONE), "train_lora", "--lr is the recipe's to say");
+    const std::string rows = read_file(out + ".train.bin");
+    write_file(out + ".train.bin", "other");
+    check_refusal(run(trainer(), Strings{"--recipe", path, "--allow-leak"} + ONE), "train_lora", "--resume");
+    CHECK(read_file(out + ".train.bin") == "other");
+    write_file(out + ".train.bin", rows);
 }
 
 TEST_CASE("recipes of every stage and loss; the defaults are LLaMA-Factory's") {
