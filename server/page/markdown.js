@@ -34,9 +34,10 @@ function blocksOf(lines) {
       all.push({kind: 'rule', from, to: ++i});
     } else if ((m = /^ *(\$\$|\\\[)/.exec(line))) {
       const close = m[1] === '$$' ? '$$' : '\\]', closeAt = k => lines[k].indexOf(close, k === from ? m[0].length : 0);
-      while (i < lines.length && closeAt(i) < 0) i++;
-      const closed = i < lines.length, alone = closed && blank(lines[i].slice(closeAt(i) + 2));
-      all.push({kind: closed && !alone ? 'text' : 'math', from, to: i = Math.min(i + 1, lines.length), closed});
+      while (i < lines.length && closeAt(i) < 0 && !(i > from && blank(lines[i]))) i++; // (TeX has no blank line in it)
+      const closed = i < lines.length && closeAt(i) >= 0, alone = closed && blank(lines[i].slice(closeAt(i) + 2));
+      const open = i === lines.length; // it may still come
+      all.push({kind: alone || open ? 'math' : 'text', from, to: i = Math.min(i + closed, lines.length), closed});
     } else if (startsTable(lines, i)) {
       for (i += 2; i < lines.length && !blank(lines[i]) && lines[i].includes('|');) i++;
       all.push({kind: 'table', from, to: i});

@@ -268,7 +268,7 @@ $$\begin{aligned} \nabla L &= \frac{\partial L}{\partial w} \\ \text{softmax}(x)
 | square | $x^2$ |
 """
 # No formula: shown as they are. Links, names and classes; endless, huge and deep ones.
-NO_FORMULAS = [r"\frac{a", r"\unheardof{x}", r"\href{javascript:window.hit=60}{x}", r"\url{javascript:window.hit=61}",
+NO_FORMULAS = [r"\frac{a", r"\def\a{xx}\a\a", r"\newcommand{\b}{y}\b", r"\unheardof{x}", r"\href{javascript:window.hit=60}{x}", r"\url{javascript:window.hit=61}",
                r"\includegraphics{https://evil.example/x.png}", r"\class{hidden}{x}", r"\ref{a}", r"\def\a{\a\a}\a",
                "x" * 2001, r"\sqrt{" * 200 + "x" + "}" * 200]
 
