@@ -110,11 +110,14 @@ eval_steps: 3
     CHECK(logged(out, "loss").size() == 8);
     // An option adds to the recipe's, and does not contradict it. A run's rows are not packed anew.
     check_refusal(run(trainer(), Strings{"--recipe", path, "--lr", "2e-3"} + ONE), "train_lora", "--lr is the recipe's to say");
-    const std::string rows = read_file(out + ".train.bin");
+    std::string keeps = read_file(path);
+    const std::string overwrite = "overwrite_output_dir: true\n";
+    REQUIRE(keeps.find(overwrite) != keeps.npos);
+    write_file(path, keeps.erase(keeps.find(overwrite), overwrite.size()));
     write_file(out + ".train.bin", "other");
-    check_refusal(run(trainer(), Strings{"--recipe", path, "--allow-leak"} + ONE), "train_lora", "--resume");
+    const Result again = run(trainer(), Strings{"--recipe", path, "--allow-leak"} + ONE);
+    CHECK((again.status == 1 && again.err.find("holds a run") != again.err.npos));
     CHECK(read_file(out + ".train.bin") == "other");
-    write_file(out + ".train.bin", rows);
 }
 
 TEST_CASE("recipes of every stage and loss; the defaults are LLaMA-Factory's") {
