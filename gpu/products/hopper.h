@@ -184,7 +184,7 @@ template <class S, bool PAIR> struct GroupFactors {
         for (int i = 0; i < 4; i++) factor[i / 2][i % 2] = x[i / 2] * w[i % 2];
     }
 };
-// Fragments f .. f + EACH - 1 of a stage: wgmma's begin; and their sums in float.
+// Begins the wgmma of a stage's fragments f .. f + EACH - 1. add_group adds the result to the sums in float.
 template <class S, int EACH>
 __device__ __forceinline__ void begin_group(float (&part)[1][EACH][4], uint32_t x, uint32_t w, int f) {
     const uint32_t from_x = x + threadIdx.x / 128 * (64 * STAGE_IN * 2), from_w = w + f * (8 * STAGE_IN * 2);

@@ -534,9 +534,8 @@ TEST_CASE("norms, RoPE and embedding, backward") {
         }
 }
 
-// A number that was rounded to bf16 is off by 2^-9 of itself; turned by a scaled table, by SCALED.attention sqrt(2) of that
-// of its head's largest, and then
-// it is multiplied by w / rms, or as part of a mean by w x / rms^2 and x / rms.
+// A number that was rounded to bf16 is off by 2^-9 of itself; turned by a scaled table, by SCALED.attention sqrt(2) of
+// that of its head's largest; and then it is multiplied by w / rms, or as part of a mean by w x / rms^2 and x / rms.
 TEST_CASE("attend, backward: the two ops, without the rounding between them") {
     Random random{12};
     const float eps = 1e-6f;
