@@ -3058,8 +3058,8 @@ template <int D, bool FP8> struct DecodePage {
     using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; } // of a lane's scores
-    // An FP8 number becomes 2^-120 of itself as bf16, by moving its fields. The other operand is multiplied by LIFT, and
-    // so are the sums of products: powers of two change no bit. (Beyond 2^67 they would overflow.)
+    // Moving an FP8 number's fields makes 2^-120 of it as bf16. The other operand is multiplied by LIFT, and so are the
+    // sums of products: powers of two change no bit. (Beyond 2^67 they would overflow.)
     static constexpr float LIFT = FP8 ? 0x1p60f : 1;
     __device__ static uint4 pairs(const Chunk& x) {
         if constexpr (!FP8) return x;
@@ -4841,8 +4841,8 @@ void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const At
 #endif
 
 #if COMPILED(PART_NORMS_BACKWARD)
-// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of the norm's output; r and mean as in
-// rmsnorm_backward.
+// ---- qknorm_rope_backward. A head in a warp, as WarpHead holds it: the gradient g of the norm's output; r and mean as
+// in rmsnorm_backward.
 template <int D> struct WarpHeadBackward {
     static constexpr int P = D / 64;
     WarpHead<D> x, g, w;

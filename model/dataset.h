@@ -34,8 +34,9 @@
 // token; behind it every token is trained; and the answers differ. A program that knows only rows refuses versions 2
 // and 3.
 //
-// Labelled answers: row 2i is an answer, desirable or not; row 2i + 1 is the same prompt with the answer to another one,
-// which KTO measures and does not train. Their prompt is the same, token by token; behind it every token is trained.
+// Labelled answers: row 2i is an answer, desirable or not; row 2i + 1 is the same prompt with the answer to another
+// one, which KTO measures and does not train. Their prompt is the same, token by token; behind it every token is
+// trained.
 #pragma once
 #include "base/file.h"
 #include <algorithm>

@@ -13,8 +13,8 @@ __device__ __forceinline__ void mma_e4m3([[maybe_unused]] float (&d)[4], [[maybe
 #endif
 }
 
-// The scales of a stage, a group of 128 numbers of `in`: those of this lane's tokens, and of the warp's rows of W (PAIR:
-// of gate and of up), which lie in one block of 128 rows.
+// The scales of a stage, a group of 128 numbers of `in`: those of this lane's tokens, and of the warp's rows of W
+// (PAIR: of gate and of up), which lie in one block of 128 rows.
 template <class S, bool PAIR> struct GroupScales {
     static constexpr int SIDES = PAIR ? 2 : 1;
     float x[S::MF][2], w[SIDES];

@@ -203,8 +203,8 @@ __device__ __forceinline__ void add_group(float (&sum)[1][S::NF][4], float (&par
         for (int e = 0; e < 4; e++)
             sum[0][f + j][e] = fmaf(part[0][j][e], factor[e / 2][2 * (f + j) / S::NF], sum[0][f + j][e]);
 }
-// 256 rows: halves in turn; meanwhile the other warpgroup's wgmma is in flight. Fewer: registers hold the results of two
-// stages, so that one's wgmma is in flight while the other's result is added. Scales are loaded a stage ahead.
+// 256 rows: halves in turn; meanwhile the other warpgroup's wgmma is in flight. Fewer: registers hold the results of
+// two stages, so that one's wgmma is in flight while the other's result is added. Scales are loaded a stage ahead.
 template <class S, bool PAIR>
 __device__ __forceinline__ void multiply_groups(float (&sum)[1][S::NF][4], const HopperStages<S>& stages,
                                                 Ring<S::STAGES>& ring, const TileArgs& p,
