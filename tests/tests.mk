@@ -161,7 +161,7 @@ EVERY      = tests/gpu/every.cu
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
 LAB_FILES  = $(LABS:%=%.cu)
 CALLERS    = $(filter-out tests/gpu/test_gpu_backward.cpp $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
-             $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu)
+             $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu tests/bench/bench_fp8.cu)
 # sm_90a is compiled as it runs; the rest without optimising where nvcc can (13), in less than half the time; sm_89 from
 # the PTX of sm_80, since none of our code distinguishes them.
 $(EVERY:%=check/%): CODE = $(patsubst %,sm_%,$(filter 90a,$(CHECKED)))
