@@ -104,7 +104,7 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     copy_in(ctx, seq, all_seq.data(), N);
     copy_in(ctx, slot, all_slot.data(), N);
     copy_in(ctx, place, all_place.data(), N);
-    copy_in(ctx, bound, all_bound.data(), all_bound.size());
+    if (!all_bound.empty()) copy_in(ctx, bound, all_bound.data(), all_bound.size());
     copy_in(ctx, pages, table.data(), table.size());
     copy_in(ctx, named, all_named.data(), all_named.size());
     copy_in(ctx, target, all_target.data(), all_target.size());
