@@ -75,3 +75,10 @@ bool same_file(const std::string& a, const std::string& b) {
     return stat(a.c_str(), &one) == 0 && stat(b.c_str(), &other) == 0 && one.st_dev == other.st_dev &&
            one.st_ino == other.st_ino;
 }
+
+std::string program_folder() {
+    char program[4096];
+    const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
+    const std::string path(program, n > 0 ? (size_t)n : 0);
+    return path.substr(0, std::min(path.find_last_of('/'), path.size()));
+}

@@ -49,6 +49,7 @@ inline uint64_t fnv1a(std::string_view s, uint64_t hash = fnv1a(nullptr, 0)) { r
 
 void write_text(const std::string& path, std::string_view text);
 
+std::string program_folder(); // of the running program, without a last slash; "": not known
 // Makes a folder and its missing parents.
 void make_folder(const std::string& path);
 

@@ -1,4 +1,5 @@
 #include "book/arguments.h"
+#include "base/file.h"
 #include "base/json_lines.h"
 #include "model/utf8.h"
 #include <algorithm>
@@ -39,21 +40,16 @@ std::string Arguments::data(const std::string& name) const {
 }
 
 std::string Arguments::beside(const std::string& name) {
-    char self[4096];
-    const ssize_t n = readlink("/proc/self/exe", self, sizeof self);
-    if (n <= 0 || access(name.c_str(), F_OK) == 0) return name;
-    std::string there(self, (size_t)n);
-    there = there.substr(0, there.rfind('/') + 1) + name;
+    if (access(name.c_str(), F_OK) == 0) return name;
+    const std::string there = program_folder() + "/" + name;
     return access(there.c_str(), F_OK) == 0 ? there : name;
 }
 
 std::string Arguments::beside_program(const std::string& name) {
-    char self[4096];
-    const ssize_t n = readlink("/proc/self/exe", self, sizeof self);
-    std::string folder(self, (size_t)std::max<ssize_t>(n, 0));
+    std::string folder = program_folder();
     for (int up = 0; up < 4 && !folder.empty(); up++) { // (build/MODE/tests is three below the repository)
-        folder.resize(folder.find_last_of('/') == folder.npos ? 0 : folder.find_last_of('/'));
         if (access((folder + "/" + name).c_str(), F_OK) == 0) return folder + "/" + name;
+        folder.resize(folder.find_last_of('/'));
     }
     DIE("%s: not in the program's folder, nor in the three above it", name.c_str());
 }

@@ -1,4 +1,5 @@
 #include "book/jieba.h"
+#include "base/file.h"
 #include "model/utf8.h"
 #include <cmath>
 #include <cstring>
@@ -209,10 +210,8 @@ void Jieba::cut(std::vector<std::string_view>& out, std::string_view text) const
 }
 
 std::string find_jieba(const char* else_) {
-    char program[4096];
-    const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
-    const std::string path(program, n > 0 ? (size_t)n : 0);
-    for (const std::string& folder : {path.substr(0, path.find_last_of('/') + 1), std::string()})
-        if (access((folder + "data/datagen/jieba.bin").c_str(), F_OK) == 0) return folder + "data/datagen/jieba.bin";
+    const std::string name = "data/datagen/jieba.bin";
+    for (const std::string& path : {program_folder() + "/" + name, name})
+        if (access(path.c_str(), F_OK) == 0) return path;
     DIE("no data/datagen/jieba.bin beside the program or in this folder%s", else_);
 }

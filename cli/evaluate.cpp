@@ -125,7 +125,7 @@ static std::string evaluate_row(const Options& o, Conversation& session, const T
     return w.end().text + "\n";
 }
 
-// Of the rows that an earlier run left; there are `most` in all.
+// Totals of the rows that an earlier run left; there are `most` in all.
 static EvalTotals totals_of(const PartialFile& out, size_t most) {
     EvalTotals totals;
     for (size_t at = 0; at < out.rows.size();) {

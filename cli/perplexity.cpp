@@ -91,7 +91,7 @@ struct MeanOfTokens {
     }
 };
 
-// Of the model and of the one that it is compared with.
+// Means over tokens: of the model, and of the one that it is compared with.
 struct Comparison { MeanOfTokens kl, same, nll, nll_other, more; };
 
 static void report(const Options& o, const Comparison& x, size_t window) {

@@ -82,10 +82,7 @@ std::string find_tokenizer(const std::string& named, const std::string& model) {
         size_t slash = model.find_last_of('/');
         folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
     }
-    char program[4096];
-    const ssize_t n = readlink("/proc/self/exe", program, sizeof program);
-    const std::string self(program, n > 0 ? (size_t)n : 0);
-    if (n > 0) folders.push_back(self.substr(0, self.find_last_of('/')));
+    if (const std::string beside = program_folder(); !beside.empty()) folders.push_back(beside);
     folders.push_back(".");
     for (auto& f : folders)
         if (access((f + "/tokenizer.bin").c_str(), F_OK) == 0) return f + "/tokenizer.bin";
