@@ -1196,6 +1196,28 @@ __device__ inline uint32_t pack_e4m3(float first, float second) { // the first i
     return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
 #endif
 }
+__device__ inline uint32_t pack_half(float first, float second) { // in half precision
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
+// Four numbers of FP8 (e4m3), the first in the lowest byte, as two pairs in half precision.
+__device__ inline uint2 half_e4m3(uint32_t four) {
+    uint2 pairs;
+#if __CUDA_ARCH__ >= 890
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high; }" : "=r"(pairs.x), "=r"(pairs.y) : "r"(four));
+#else // moved to half precision's fields they are 2^-8 times as large
+    const auto half = [](uint32_t high) {
+        uint32_t pair;
+        asm("mul.rn.f16x2 %0, %1, %2;"
+            : "=r"(pair) : "r"((high & 0x80008000) | (high >> 1 & 0x3f803f80)), "r"(0x5c005c00));
+        return pair;
+    };
+    pairs = {half(__byte_perm(four, 0, 0x1404)), half(__byte_perm(four, 0, 0x3424))};
+#endif
+    return pairs;
+}
 __device__ inline void store_one(float* to, float y) { *to = y; }
 __device__ inline void store_one(bf16* to, float y) { *to = round_bf16(y); }
 __device__ inline void store_four(float* to, const float4& y) { *(float4*)to = y; }
@@ -1211,6 +1233,12 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// The same for numbers in half precision: .f16
+__device__ inline void mma_half(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 // d += a b for 32 numbers of `in`. Lane 4 g + t holds eight of them, of tokens g (a0), g + 8 (a1) and of row g of W.
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
@@ -1224,6 +1252,8 @@ __device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
 }
 // x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void settle(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void settle(const uint8_t*& p) { asm volatile("" : "+l"(p)); }
 // Four 8 x 8 matrices of bf16 from shared memory; lane l names row l % 8 of matrix l / 8. In mma's layout, or
 // transposed.
 #define LDMATRIX(name, ptx) \
@@ -1271,6 +1301,10 @@ __device__ inline float exp2_fast(float x) { // 2^x, relative error 2^-22; 0 for
 }
 __device__ inline float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
+    return x;
+}
+__device__ inline float warp_max(float x) {
+    for (int lane = 16; lane; lane /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lane));
     return x;
 }
 // Over the four lanes of a quad, which hold a row of mma's d between them; for all four.
@@ -3013,9 +3047,11 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 // Keys are operand b without moves: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32. The
 // result is the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; it is operand b of the second product,
 // again without moves: the lane has the values of these four keys, eight numbers from 8 g on of every 64, and makes
-// operands a of pairs of them. Weights are rounded to bf16, as in prompts. An FP8 cache has e4m3 numbers, which become
-// bf16 in registers; their factors go to scores and weights. As these are powers of two, all sums have the bits that
-// this kernel gives for a bf16 cache of the same numbers.
+// operands a of pairs of them. Weights are rounded to bf16, as in prompts. The e4m3 numbers of an FP8 cache become half
+// precision in registers, for which GPUs from sm_89 on have an instruction; q and the weights become it too, times powers
+// of two that keep them in its range. The rows' factors go to scores and weights. All are powers of two: sums have the
+// bits that this kernel gives for a bf16 cache of the same numbers, if no number of q is below 2^-31 of the largest and
+// no weight that matters below 2^-29.
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
 inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
@@ -3034,14 +3070,27 @@ struct DecodeArgs {
 };
 
 template <int D> struct DecodeShared {
-    __align__(16) bf16 q[DECODE_ROWS][D];                    // normalised and rotated; zeros where there is no head
-    // Pair 1 of four changes places with pair 2, so that a lane's eight numbers are an operand a (see DecodePart::add).
-    __device__ void put(const WarpHead<D>& head, float by, int h) {
+    __align__(16) uint16_t q[DECODE_ROWS][D];                // normalised and rotated; zeros where there is no head
+    float q_factor[DECODE_ROWS];                             // FP8: a head is q times this
+    // A head, in bf16 or in half precision. Pair 1 of four changes places with pair 2, so that a lane's eight numbers are
+    // an operand a (see DecodePart::add).
+    template <bool FP8> __device__ void put(const WarpHead<D>& head, int h) {
+        float by = 1;
+        if constexpr (FP8) { // makes the largest number 2^14 to 2^15
+            float largest = 0;
+            for (int k = 0; k < D / 64; k++) largest = fmaxf(largest, fmaxf(fabsf(head.u[k]), fabsf(head.v[k])));
+            const int e = max((int)(__float_as_uint(warp_max(largest)) >> 23), 15);
+            by = __uint_as_float((uint32_t)(268 - e) << 23);
+            if (threadIdx.x % 32 == 0) q_factor[h] = __uint_as_float((uint32_t)(e - 14) << 23);
+        }
         const auto place = [](int i) { return (i & ~6) | (i & 2) << 1 | (i & 4) >> 1; };
+        const auto stored = [&](float x) {
+            return FP8 ? (uint16_t)pack_half(to_acc(round_bf16(x)) * by, 0) : round_bf16(x).bits;
+        };
         GPU_UNROLL
         for (int k = 0; k < D / 64; k++) {
             const int i = (int)threadIdx.x % 32 * (D / 64) + k;
-            q[h][place(i)] = round_bf16(head.u[k] * by), q[h][place(i + D / 2)] = round_bf16(head.v[k] * by);
+            q[h][place(i)] = stored(head.u[k]), q[h][place(i + D / 2)] = stored(head.v[k]);
         }
     }
     float maximum[SPLIT / PAGE][DECODE_ROWS], sum[SPLIT / PAGE][DECODE_ROWS]; // of a warp's pages
@@ -3050,27 +3099,33 @@ template <int D> struct DecodeShared {
 };
 
 // The common part of the two places of a page: registers (HeldPage) and a ring in shared memory (RingPage). A place has
-// WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(i, ..) starts the load of a warp's i-th
-// page, whose first `count` rows exist; wait(i) waits for it; insert adds one row; key(j, i) and value(r, c) are eight
-// numbers of a lane, the keys as bf16, times 1 / LIFT^2; factor(r, value) is the factor of an FP8 row.
+// WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(k, ..) starts the load of a page, whose first
+// `count` rows exist, to stage k; wait(k) waits for it; insert adds one row; key(j, i) and value(r, c) are eight numbers
+// of a lane, the keys as operand b; exponent(r, value) is the byte of an FP8 row.
 template <int D, bool FP8> struct DecodePage {
     static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
     using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __device__ int key_of(int r) const { return r / 2 * 8 + 2 * t + r % 2; } // of a lane's scores
-    // Moving an FP8 number's fields makes 2^-120 of it as bf16. The other operand is multiplied by LIFT, and so are the
-    // sums of products: powers of two change no bit. (Beyond 2^67 they would overflow.)
-    static constexpr float LIFT = FP8 ? 0x1p60f : 1;
     __device__ static uint4 pairs(const Chunk& x) {
         if constexpr (!FP8) return x;
-        else return {place_e4m3(__byte_perm(x.x, 0, 0x1404)), place_e4m3(__byte_perm(x.x, 0, 0x3424)),
-                     place_e4m3(__byte_perm(x.y, 0, 0x1404)), place_e4m3(__byte_perm(x.y, 0, 0x3424))};
+        else {
+            const uint2 a = half_e4m3(x.x), b = half_e4m3(x.y);
+            return {a.x, a.y, b.x, b.y};
+        }
     }
-    __device__ static uint32_t pair(const Chunk& a, const Chunk& b, int e) { // number e of both
+    __device__ static uint2 two_pairs(const Chunk& a, const Chunk& b, int e) { // numbers e and e + 1 of both; e is even
         if constexpr (FP8)
-            return place_e4m3(__byte_perm(e < 4 ? a.x : a.y, e < 4 ? b.x : b.y, 0x4000 + e % 4 * 0x1010));
-        else return __byte_perm(e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w,
-                                e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w, e % 2 ? 0x7632 : 0x5410);
+            return half_e4m3(__byte_perm(e < 4 ? a.x : a.y, e < 4 ? b.x : b.y, e % 4 ? 0x7362 : 0x5140));
+        else {
+            const uint32_t of_a = e < 2 ? a.x : e < 4 ? a.y : e < 6 ? a.z : a.w;
+            const uint32_t of_b = e < 2 ? b.x : e < 4 ? b.y : e < 6 ? b.z : b.w;
+            return {__byte_perm(of_a, of_b, 0x5410), __byte_perm(of_a, of_b, 0x7632)};
+        }
+    }
+    __device__ static void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+        FP8 ? mma_half(d, a0, a1, a2, a3, b0, b1) : mma(d, a0, a1, a2, a3, b0, b1);
     }
     __device__ static const Chunk& chunk(const uint8_t* row, int column) {
         return *(const Chunk*)(row + column * SIZE);
@@ -3082,7 +3137,7 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
     using Base::key_of, Base::lane, Base::g, Base::t, Base::ROW, Base::chunk, Base::pairs;
     static constexpr int WARPS = SPLIT / PAGE, STAGES = 1, RING = 0, BLOCKS = 2;
     typename Base::Chunk k[2][D / 32] = {}, v[4][D / 64] = {};
-    int exponent[2][4] = {}; // FP8: the bytes of KVRow of keys and values key_of(r)
+    int exponents[2][4] = {}; // FP8: the bytes of KVRow of keys and values key_of(r)
     __device__ explicit HeldPage(uint8_t*) {}
 
     __device__ __forceinline__ void ask_for(int, const uint8_t* keys, const uint8_t* values, int count) {
@@ -3101,8 +3156,8 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
             if (key_of(r) < count) {
                 const int two = *(const uint16_t*)(keys + PAGE * D + key_of(r));
                 const int of_values = *(const uint16_t*)(values + PAGE * D + key_of(r));
-                exponent[0][r] = two & 255, exponent[0][r + 1] = two >> 8;
-                exponent[1][r] = of_values & 255, exponent[1][r + 1] = of_values >> 8;
+                exponents[0][r] = two & 255, exponents[0][r + 1] = two >> 8;
+                exponents[1][r] = of_values & 255, exponents[1][r + 1] = of_values >> 8;
             }
     }
     __device__ void wait(int) { __syncwarp(); } // (loads and insert have branches)
@@ -3117,13 +3172,13 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
             if (key_of(r) != row) continue;
             GPU_UNROLL
             for (int c = 0; c < D / 64; c++) v[r][c] = chunk(shared.new_value, 64 * c + 8 * g);
-            exponent[0][r] = shared.exponents[0], exponent[1][r] = shared.exponents[1];
+            exponents[0][r] = shared.exponents[0], exponents[1][r] = shared.exponents[1];
         }
         __syncwarp();
     }
     __device__ uint4 key(int j, int i) const { return pairs(k[j][i]); }
     __device__ const typename Base::Chunk& value(int r, int c) const { return v[r][c]; }
-    __device__ float factor(int r, bool value) const { return FP8 ? fp8_factor(exponent[value][r]) : 1; }
+    __device__ int exponent(int r, bool value) const { return exponents[value][r]; }
 };
 
 // Rows of D numbers in chunks of 16 bytes, swizzled so that the rows that a load touches at once lie in different
@@ -3136,32 +3191,45 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
     static constexpr int BYTES = EXPONENTS + (FP8 ? 2 * PAGE : 0), RING = STAGES * BYTES;
     static_assert(RING >= DECODE_ROWS * (D + 8) * 4, "a ring has room for a warp's sums");
     uint8_t *const ring, *stage;
-    __device__ explicit RingPage(uint8_t* at) : ring(at), stage(at) {}
-
-    __device__ static int chunk_at(int row, int chunk) {
-        const int flip = FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4;
-        return row * ROW + (chunk ^ flip % CHUNKS) * 16;
-    }
-    __device__ const typename Base::Chunk& eight(const uint8_t* rows, int row, int column) const {
-        return chunk(rows + chunk_at(row, column * SIZE / 16) + column * SIZE % 16, 0);
-    }
-    // (Rows past `count` become zeros.)
-    __device__ __forceinline__ void ask_for(int i, const uint8_t* keys, const uint8_t* values, int count) const {
-        uint8_t* const to = ring + i % STAGES * BYTES;
+    // Places in a stage, computed once: of the lane's first copy, and of eight numbers of rows below 8 (flip does not
+    // change 8 rows further).
+    int copied, key_at[D / 32], value_at[2][D / 64];
+    __device__ explicit RingPage(uint8_t* at) : ring(at), stage(at), copied(chunk_at(lane / CHUNKS, lane % CHUNKS)) {
+        settle(copied);
+        const auto eight = [](int row, int column) {
+            return chunk_at(row, column * SIZE / 16) + column * SIZE % 16;
+        };
         GPU_UNROLL
-        for (int c = 0; c < 2 * PAGE * CHUNKS; c += 32) {
-            const int at = (c + lane) % (PAGE * CHUNKS), row = at / CHUNKS;
-            const bool value = c >= PAGE * CHUNKS;
-            copy_async(shared_address(to + value * VALUES + chunk_at(row, at % CHUNKS)),
-                       (value ? values : keys) + at * 16, row < count);
-        }
-        if (FP8 && lane < 2)
-            copy_async(shared_address(to + EXPONENTS + lane * PAGE), (lane ? values : keys) + PAGE * D, count > 0);
+        for (int i = 0; i < D / 32; i++) settle(key_at[i] = eight(g, 32 * i + 8 * t));
+        GPU_UNROLL
+        for (int r = 0; r < 2; r++)
+            GPU_UNROLL
+            for (int c = 0; c < D / 64; c++) settle(value_at[r][c] = eight(2 * t + r, 64 * c + 8 * g));
     }
-    __device__ void wait(int i) {
+
+    __device__ static constexpr int flip(int row) {
+        return (FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4) % CHUNKS;
+    }
+    __device__ static int chunk_at(int row, int chunk) { return row * ROW + (chunk ^ flip(row)) * 16; }
+    // Rows past `count` become zeros. A step of the loops copies 512 bytes, `rows` rows.
+    __device__ __forceinline__ void ask_for(int k, const uint8_t* keys, const uint8_t* values, int count) const {
+        constexpr int rows = 32 / CHUNKS;
+        const uint32_t to = shared_address(ring + k * BYTES);
+        const int left = count - lane / CHUNKS;
+        GPU_UNROLL
+        for (int v = 0; v < 2; v++) {
+            const uint8_t* from = (v ? values : keys) + lane * 16;
+            settle(from);
+            GPU_UNROLL
+            for (int c = 0; c < PAGE / rows; c++) // (flip is linear)
+                copy_async(to + (copied ^ flip(c * rows) * 16) + v * VALUES + c * 512, from + c * 512, left > c * rows);
+        }
+        if (FP8 && lane < 2) copy_async(to + EXPONENTS + lane * PAGE, (lane ? values : keys) + PAGE * D, count > 0);
+    }
+    __device__ void wait(int k) {
         wait_for_copies<STAGES - 1>();
         __syncwarp();
-        stage = ring + i % STAGES * BYTES;
+        stage = ring + k * BYTES;
     }
     __device__ void insert(const DecodeShared<D>& shared, int row) {
         if (lane < 2 * CHUNKS) {
@@ -3173,19 +3241,18 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
         if (FP8 && lane < 2) stage[EXPONENTS + lane * PAGE + row] = shared.exponents[lane];
         __syncwarp();
     }
-    __device__ uint4 key(int j, int i) const { return pairs(eight(stage, 8 * j + g, 32 * i + 8 * t)); }
+    __device__ uint4 key(int j, int i) const { return pairs(chunk(stage + key_at[i] + j * 8 * ROW, 0)); }
     __device__ const typename Base::Chunk& value(int r, int c) const {
-        return eight(stage + VALUES, key_of(r), 64 * c + 8 * g);
+        return chunk(stage + VALUES + value_at[r % 2][c] + r / 2 * 8 * ROW, 0);
     }
-    __device__ float factor(int r, bool value) const {
-        return FP8 ? fp8_factor(stage[EXPONENTS + value * PAGE + key_of(r)]) : 1;
-    }
+    __device__ int exponent(int r, bool value) const { return stage[EXPONENTS + value * PAGE + key_of(r)]; }
 };
 
 // The part of a warp's pages so far: of head g the largest score and the sum of the weights; the weighted sums of the
 // values: y[c][i] holds numbers 64 c + 8 g + 2 i of heads 2 t and 2 t + 1, then their next numbers.
 template <int D, bool FP8, class Page> struct DecodePart {
     float top = -INFINITY, sum = 0, y[D / 64][4][4] = {};
+    int unit = 28; // FP8: the largest exponent of a value so far (kv_exponent has a least one): y is times 2^(15 - unit)
 
     // The first `count` keys of the page count: one at least.
     __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
@@ -3198,47 +3265,67 @@ template <int D, bool FP8, class Page> struct DecodePart {
             GPU_UNROLL
             for (int j = 0; j < 2; j++) {
                 const uint4 key = page.key(j, i);
-                mma(s[j], q.x, q.y, q.z, q.w, key.x, key.y), mma(more_s[j], q.x, q.y, q.z, q.w, key.z, key.w);
+                Page::multiply(s[j], q.x, q.y, q.z, q.w, key.x, key.y);
+                Page::multiply(more_s[j], q.x, q.y, q.z, q.w, key.z, key.w);
             }
         }
-        const float scale = LOG2E / sqrtf((float)D) * Page::LIFT; // scores are powers of 2
+        const float scale = LOG2E / sqrtf((float)D) * (FP8 ? shared.q_factor[page.g] : 1); // scores are powers of 2
         float weights[4], largest = top, more = 0;
         GPU_UNROLL
         for (int r = 0; r < 4; r++) {
-            const float score = (s[r / 2][r % 2] + more_s[r / 2][2 + r % 2]) * scale * page.factor(r, false);
-            weights[r] = page.key_of(r) < count ? score : -INFINITY;
+            const float score = (s[r / 2][r % 2] + more_s[r / 2][2 + r % 2]) * scale;
+            weights[r] = page.key_of(r) >= count ? -INFINITY : FP8 ? score * fp8_factor(page.exponent(r, false)) : score;
             largest = fmaxf(largest, weights[r]);
         }
         largest = quad_max(largest);
         GPU_UNROLL
-        for (int r = 0; r < 4; r++) {
-            weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
-            if (FP8) weights[r] = page.key_of(r) < count ? weights[r] * (page.factor(r, true) * Page::LIFT) : 0;
-        }
+        for (int r = 0; r < 4; r++) weights[r] = exp2_fast(weights[r] - largest), more += weights[r];
         const float shrink = exp2_fast(top - largest);
         top = largest, sum = fmaf(sum, shrink, quad_sum(more));
-        if (__any_sync(~0u, shrink < 1)) { // (rare)
-            const float by[2] = {__shfl_sync(~0u, shrink, 8 * page.t), __shfl_sync(~0u, shrink, 8 * page.t + 4)};
+        uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
+        float rescale = shrink;
+        if constexpr (FP8) rescale *= take_factors(first, second, page, count);
+        if (__any_sync(~0u, rescale < 1)) { // (rare)
+            const float by[2] = {__shfl_sync(~0u, rescale, 8 * page.t), __shfl_sync(~0u, rescale, 8 * page.t + 4)};
             GPU_UNROLL
             for (int e = 0; e < D / 4; e++) y[e / 16][e / 4 % 4][e % 4] *= by[e % 2];
         }
         // Operand b: weights of heads. Operand a: the transposed values, rows g and g + 8 of it are two neighbours.
-        const uint32_t first = pack(weights[0], weights[1]), second = pack(weights[2], weights[3]);
         GPU_UNROLL
         for (int c = 0; c < D / 64; c++) {
             typename Page::Chunk rows[4];
             GPU_UNROLL
             for (int r = 0; r < 4; r++) rows[r] = page.value(r, c);
             GPU_UNROLL
-            for (int e = 0; e < 8; e += 2)
-                mma(y[c][e / 2], Page::pair(rows[0], rows[1], e), Page::pair(rows[0], rows[1], e + 1),
-                    Page::pair(rows[2], rows[3], e), Page::pair(rows[2], rows[3], e + 1), first, second);
+            for (int e = 0; e < 8; e += 2) {
+                const uint2 a = Page::two_pairs(rows[0], rows[1], e), b = Page::two_pairs(rows[2], rows[3], e);
+                Page::multiply(y[c][e / 2], a.x, a.y, b.x, b.y, first, second);
+            }
         }
+    }
+    // Weights (bf16) times the values' factors, in `unit`, as half precision. Returns the factor of a new unit.
+    __device__ __forceinline__ float take_factors(uint32_t& first, uint32_t& second, const Page& page, int count) {
+        int e[4], most = unit;
+        GPU_UNROLL
+        for (int r = 0; r < 4; r++) {
+            e[r] = page.key_of(r) < count ? page.exponent(r, true) : 1; // (whose weight is zero)
+            most = max(most, e[r]);
+        }
+        most = (int)quad_max((float)most);
+        const auto factor = [&](int r) {
+            return e[r] ? __uint_as_float((uint32_t)max(142 + e[r] - most, 0) << 23) : NAN;
+        };
+        first = pack_half(low(first) * factor(0), high(first) * factor(1));
+        second = pack_half(low(second) * factor(2), high(second) * factor(3));
+        const float rescale = __uint_as_float((uint32_t)max(127 + unit - most, 0) << 23);
+        unit = most;
+        return rescale;
     }
     // To shared memory: heads are D + 8 numbers apart.
     __device__ __forceinline__ void store(DecodeShared<D>& shared, const Page& page, float* sums, int heads) const {
         const int warp = threadIdx.x / 32, g = page.g, t = page.t;
         if (t == 0 && g < heads) shared.maximum[warp][g] = top, shared.sum[warp][g] = sum;
+        const float by = FP8 ? fp8_factor(unit) * 0x1p-15f : 1;
         GPU_UNROLL
         for (int h = 0; h < 2; h++)
             GPU_UNROLL
@@ -3246,8 +3333,8 @@ template <int D, bool FP8, class Page> struct DecodePart {
                 const float(&from)[4][4] = y[e / 8];
                 const int i = e % 8 / 2;
                 store_four(sums + (2 * t + h) * (D + 8) + e / 8 * 64 + 8 * g + e % 8,
-                           make_float4(from[i][h] * Page::LIFT, from[i][2 + h] * Page::LIFT,
-                                       from[i + 1][h] * Page::LIFT, from[i + 1][2 + h] * Page::LIFT));
+                           make_float4(from[i][h] * by, from[i][2 + h] * by, from[i + 1][h] * by,
+                                       from[i + 1][2 + h] * by));
             }
     }
 };
@@ -3287,57 +3374,60 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         wait_for_previous();
         return;
     }
-    constexpr int STAGES = Page::STAGES;
-    static_assert(SPLIT == Page::WARPS * STAGES * PAGE, "a split fills a block's stages");
+    // This warp's pages: `first`, then WARPS further in the next of its stages; from the last stage on `step` further.
+    constexpr int WARPS = Page::WARPS, STAGES = Page::STAGES;
+    static_assert(SPLIT == WARPS * STAGES * PAGE, "a split fills a block's stages");
+    const int first = (int)blockIdx.x * (SPLIT / PAGE) + warp, step = (int)gridDim.x * (SPLIT / PAGE);
     const int* table = b.pages + (size_t)seq * b.max_pages;
-    const auto page_of = [&](int i) { // this warp's i-th page
-        return (i / STAGES * (int)gridDim.x + (int)blockIdx.x) * (SPLIT / PAGE) + i % STAGES * Page::WARPS + warp;
-    };
-    const auto place = [&](int i) { return page_of(i) < pages ? table[page_of(i)] : 0; }; // of it in the cache
+    const auto place = [&](int number) { return number < pages ? table[number] : 0; }; // in the cache
     Page page((uint8_t*)rings + warp * Page::RING);
-    const auto ask_for = [&](int i, int at) {
-        const int count = pos - page_of(i) * PAGE; // without the newest token
-        const size_t first = kv_offset(at, kv, 0, p.K, D);
-        if (page_of(i) >= pages) {}
-        else if (FP8) page.ask_for(i, fp8_block<D>(p.keys, at, kv, p.K), fp8_block<D>(p.values, at, kv, p.K), count);
-        else page.ask_for(i, (const uint8_t*)(p.keys + first), (const uint8_t*)(p.values + first), count);
+    const auto ask_for = [&](int k, int number, int place) { // without the newest token
+        const size_t at = ((size_t)place * p.K + kv) * (PAGE * (FP8 ? D + 1 : 2 * D));
+        if (number < pages)
+            page.ask_for(k, (const uint8_t*)p.keys + at, (const uint8_t*)p.values + at, pos - number * PAGE);
         commit_copies();
     };
     int next[STAGES]; // places of the pages after those in flight
     GPU_UNROLL
-    for (int i = 0; i < STAGES; i++) next[i] = place(i);
+    for (int k = 0; k < STAGES; k++) next[k] = place(first + k * WARPS);
     GPU_UNROLL
-    for (int i = 0; i < STAGES; i++) ask_for(i, next[i]), next[i] = place(i + STAGES);
+    for (int k = 0; k < STAGES; k++) {
+        ask_for(k, first + k * WARPS, next[k]);
+        next[k] = place(first + k * WARPS + step);
+    }
     let_next_start();
     wait_for_previous();
 
     const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
     const float* angles = p.rope + (size_t)pos * D;
-    for (int h = warp; h < DECODE_ROWS; h += Page::WARPS) {
+    for (int h = warp; h < DECODE_ROWS; h += WARPS) {
         WarpHead<D> head = {}, weights;
         if (h < heads) {
             head.load(row + (size_t)(h0 + h) * D), weights.load(p.q_weight);
             head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
         }
-        shared.put(head, Page::LIFT, h);
+        shared.template put<FP8>(head, h);
     }
-    if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= Page::WARPS - 2) {
-        const bool key = warp == Page::WARPS - 2, writes = h0 % (p.H / p.K) == 0;
+    if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= WARPS - 2) {
+        const bool key = warp == WARPS - 2, writes = h0 % (p.H / p.K) == 0;
         take_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
                             writes);
     }
     __syncthreads();
     DecodePart<D, FP8, Page> part;
-    for (int i = 0; page_of(i) < pages; i++) {
-        page.wait(i);
-        if (page_of(i) == pages - 1) page.insert(shared, pos % PAGE);
-        part.add(shared, page, pos + 1 - page_of(i) * PAGE);
-        if (!Page::RING) break; // (a block a split)
-        __syncwarp(); // all have read it
-        ask_for(i + STAGES, next[0]);
+    for (int begin = first; begin < pages; begin = Page::RING ? begin + step : pages) { // (Held: a block a split)
         GPU_UNROLL
-        for (int k = 0; k + 1 < STAGES; k++) next[k] = next[k + 1];
-        next[STAGES - 1] = place(i + 2 * STAGES);
+        for (int k = 0; k < STAGES; k++) {
+            const int number = begin + k * WARPS;
+            if (number >= pages) break;
+            page.wait(k);
+            if (number == pages - 1) page.insert(shared, pos % PAGE);
+            part.add(shared, page, pos + 1 - number * PAGE);
+            if (!Page::RING) break;
+            __syncwarp(); // all have read it
+            ask_for(k, number + step, next[k]);
+            next[k] = place(number + 2 * step);
+        }
     }
     const int apart = Page::RING ? Page::RING / 4 : heads * (D + 8); // numbers from one warp's sums to the next
     part.store(shared, page, rings + warp * apart, heads);
@@ -3348,7 +3438,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
     float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
     for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {
         const int h = o / D, d = o % D;
-        const AttentionPart all = join_parts(Page::WARPS, [&](int w) {
+        const AttentionPart all = join_parts(WARPS, [&](int w) {
             return AttentionPart{shared.maximum[w][h], shared.sum[w][h], rings[w * apart + h * (D + 8) + d]};
         });
         if (blocks == 1) out[o] = round_bf16(all.value / all.weights);

@@ -44,6 +44,18 @@ static void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4&
 static uint32_t pack_e4m3(float first, float second) {
     return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
 }
+static uint32_t pack_half(float first, float second) {
+    return float_to_half(first) | (uint32_t)float_to_half(second) << 16;
+}
+static uint2 half_e4m3(uint32_t four) {
+    const auto half = [&](int shift) {
+        return pack_half(e4m3_to_float((uint8_t)(four >> shift)), e4m3_to_float((uint8_t)(four >> (shift + 8))));
+    };
+    return {half(0), half(16)};
+}
+static void mma_half(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    emulated_mma(d, a0, a1, a2, a3, b0, b1, half_to_float);
+}
 static void wait_for_previous() {}
 static void let_next_start() {}
 #define GPU_UNROLL
@@ -58,7 +70,11 @@ static float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-static void settle(float&) {}
+static float warp_max(float x) {
+    for (int lane = 16; lane; lane /= 2) x = std::max(x, __shfl_xor_sync(~0u, x, lane));
+    return x;
+}
+template <class T> static void settle(T&) {}
 static uint32_t shared_address(const void* p) {
     if ((const char*)p < dynamic_shared || (const char*)p >= dynamic_shared + sizeof dynamic_shared)
         std::puts("FALSE: not in shared memory"), std::exit(1);
