@@ -1107,7 +1107,7 @@ inline constexpr int MAX_TILES = 4096;
 #endif
 // Tests of kernels on a CPU have other definitions of these two (tests/emulate).
 #define GPU_UNROLL _Pragma("unroll")
-#define SHARED_FLOATS(name) extern __shared__ __align__(16) float name[]
+#define SHARED_FLOATS(name) extern __shared__ __align__(128) float name[]
 
 // Launches a kernel. With `overlap` (programmatic dependent launch) its blocks may start as soon as every block of the
 // previous kernel has called let_next_start or ended: code before its own wait_for_previous then overlaps that kernel.
@@ -3048,10 +3048,10 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 // result is the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; it is operand b of the second product,
 // again without moves: the lane has the values of these four keys, eight numbers from 8 g on of every 64, and makes
 // operands a of pairs of them. Weights are rounded to bf16, as in prompts. The e4m3 numbers of an FP8 cache become half
-// precision in registers, for which GPUs from sm_89 on have an instruction; q and the weights become it too, times powers
-// of two that keep them in its range. The rows' factors go to scores and weights. All are powers of two: sums have the
-// bits that this kernel gives for a bf16 cache of the same numbers, if no number of q is below 2^-31 of the largest and
-// no weight that matters below 2^-29.
+// precision in registers, for which GPUs from sm_89 on have an instruction. q and the weights become it too, times
+// powers of two that keep them in its range. The rows' factors go to scores and weights. All are powers of two: sums
+// have the bits that this kernel gives for a bf16 cache of the same numbers, unless a number of q is below 2^-31 of the
+// largest, or a weight below 2^-29 matters.
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
 inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
@@ -3072,8 +3072,8 @@ struct DecodeArgs {
 template <int D> struct DecodeShared {
     __align__(16) uint16_t q[DECODE_ROWS][D];                // normalised and rotated; zeros where there is no head
     float q_factor[DECODE_ROWS];                             // FP8: a head is q times this
-    // A head, in bf16 or in half precision. Pair 1 of four changes places with pair 2, so that a lane's eight numbers are
-    // an operand a (see DecodePart::add).
+    // A head, in bf16 or in half precision. Pair 1 of four changes places with pair 2, so that a lane's eight numbers
+    // are an operand a (see DecodePart::add).
     template <bool FP8> __device__ void put(const WarpHead<D>& head, int h) {
         float by = 1;
         if constexpr (FP8) { // makes the largest number 2^14 to 2^15
@@ -3099,9 +3099,10 @@ template <int D> struct DecodeShared {
 };
 
 // The common part of the two places of a page: registers (HeldPage) and a ring in shared memory (RingPage). A place has
-// WARPS a block, STAGES a warp, RING bytes of shared memory a warp; ask_for(k, ..) starts the load of a page, whose first
-// `count` rows exist, to stage k; wait(k) waits for it; insert adds one row; key(j, i) and value(r, c) are eight numbers
-// of a lane, the keys as operand b; exponent(r, value) is the byte of an FP8 row.
+// WARPS a block, STAGES a warp, RING bytes of shared memory a warp. ask_for(k, ..) starts the load of a page, whose
+// first `count` rows exist, to stage k; FP8: exponents follow `exponents_at` bytes behind the first row. wait(k) waits
+// for it; insert adds one row; key(j, i) and value(r, c) are eight numbers of a lane, the keys as operand b;
+// exponent(r, value) is the byte of an FP8 row.
 template <int D, bool FP8> struct DecodePage {
     static constexpr int SIZE = FP8 ? 1 : 2, ROW = D * SIZE; // bytes of a number and of a row
     using Chunk = std::conditional_t<FP8, uint2, uint4>;      // eight numbers
@@ -3140,7 +3141,8 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
     int exponents[2][4] = {}; // FP8: the bytes of KVRow of keys and values key_of(r)
     __device__ explicit HeldPage(uint8_t*) {}
 
-    __device__ __forceinline__ void ask_for(int, const uint8_t* keys, const uint8_t* values, int count) {
+    __device__ __forceinline__ void ask_for(int, const uint8_t* keys, const uint8_t* values, int exponents_at,
+                                            int count) {
         GPU_UNROLL
         for (int j = 0; j < 2; j++)
             GPU_UNROLL
@@ -3154,8 +3156,8 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
         GPU_UNROLL
         for (int r = 0; r < 4 && FP8; r += 2) // two keys are neighbours
             if (key_of(r) < count) {
-                const int two = *(const uint16_t*)(keys + PAGE * D + key_of(r));
-                const int of_values = *(const uint16_t*)(values + PAGE * D + key_of(r));
+                const int two = *(const uint16_t*)(keys + exponents_at + key_of(r));
+                const int of_values = *(const uint16_t*)(values + exponents_at + key_of(r));
                 exponents[0][r] = two & 255, exponents[0][r + 1] = two >> 8;
                 exponents[1][r] = of_values & 255, exponents[1][r + 1] = of_values >> 8;
             }
@@ -3182,19 +3184,22 @@ template <int D, bool FP8> struct HeldPage : DecodePage<D, FP8> {
 };
 
 // Rows of D numbers in chunks of 16 bytes, swizzled so that the rows that a load touches at once lie in different
-// banks; of an FP8 cache the exponents behind.
+// banks; an FP8 cache's exponents behind the stages. Stages begin at multiples of 128 bytes: a GPU fetches a line twice
+// if it is copied to parts of two lines of shared memory.
 template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
     using Base = DecodePage<D, FP8>;
     using Base::key_of, Base::lane, Base::g, Base::t, Base::SIZE, Base::ROW, Base::chunk, Base::pairs;
     static constexpr int WARPS = 4, STAGES = 2, CHUNKS = ROW / 16, BLOCKS = FP8 ? 4 : 3;
-    static constexpr int VALUES = PAGE * ROW, EXPONENTS = 2 * VALUES; // where they begin
-    static constexpr int BYTES = EXPONENTS + (FP8 ? 2 * PAGE : 0), RING = STAGES * BYTES;
+    static constexpr int VALUES = PAGE * ROW, BYTES = 2 * VALUES, EXPONENTS = STAGES * BYTES; // where they begin
+    static constexpr int RING = EXPONENTS + (FP8 ? 128 : 0); // (whole lines)
+    static_assert(2 * PAGE * STAGES <= 128);
     static_assert(RING >= DECODE_ROWS * (D + 8) * 4, "a ring has room for a warp's sums");
-    uint8_t *const ring, *stage;
+    uint8_t *const ring, *stage, *exponents;
     // Places in a stage, computed once: of the lane's first copy, and of eight numbers of rows below 8 (flip does not
     // change 8 rows further).
     int copied, key_at[D / 32], value_at[2][D / 64];
-    __device__ explicit RingPage(uint8_t* at) : ring(at), stage(at), copied(chunk_at(lane / CHUNKS, lane % CHUNKS)) {
+    __device__ explicit RingPage(uint8_t* at)
+        : ring(at), stage(at), exponents(at), copied(chunk_at(lane / CHUNKS, lane % CHUNKS)) {
         settle(copied);
         const auto eight = [](int row, int column) {
             return chunk_at(row, column * SIZE / 16) + column * SIZE % 16;
@@ -3208,11 +3213,12 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
     }
 
     __device__ static constexpr int flip(int row) {
-        return (FP8 ? 2 * (row % 4 ^ row / 4 % 2) : row % 8 ^ row % 2 * 4) % CHUNKS;
+        return (FP8 ? 2 * (row % 4 ^ row / 4 % 2) : (row & 6) ^ row % 2 * 4) % CHUNKS;
     }
     __device__ static int chunk_at(int row, int chunk) { return row * ROW + (chunk ^ flip(row)) * 16; }
     // Rows past `count` become zeros. A step of the loops copies 512 bytes, `rows` rows.
-    __device__ __forceinline__ void ask_for(int k, const uint8_t* keys, const uint8_t* values, int count) const {
+    __device__ __forceinline__ void ask_for(int k, const uint8_t* keys, const uint8_t* values, int exponents_at,
+                                            int count) const {
         constexpr int rows = 32 / CHUNKS;
         const uint32_t to = shared_address(ring + k * BYTES);
         const int left = count - lane / CHUNKS;
@@ -3224,12 +3230,14 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
             for (int c = 0; c < PAGE / rows; c++) // (flip is linear)
                 copy_async(to + (copied ^ flip(c * rows) * 16) + v * VALUES + c * 512, from + c * 512, left > c * rows);
         }
-        if (FP8 && lane < 2) copy_async(to + EXPONENTS + lane * PAGE, (lane ? values : keys) + PAGE * D, count > 0);
+        if (FP8 && lane < 2)
+            copy_async(shared_address(ring + EXPONENTS + k * 2 * PAGE) + lane * PAGE,
+                       (lane ? values : keys) + exponents_at, count > 0);
     }
     __device__ void wait(int k) {
         wait_for_copies<STAGES - 1>();
         __syncwarp();
-        stage = ring + k * BYTES;
+        stage = ring + k * BYTES, exponents = ring + EXPONENTS + k * 2 * PAGE;
     }
     __device__ void insert(const DecodeShared<D>& shared, int row) {
         if (lane < 2 * CHUNKS) {
@@ -3238,21 +3246,21 @@ template <int D, bool FP8> struct RingPage : DecodePage<D, FP8> {
             *(uint4*)(stage + value * VALUES + chunk_at(row, chunk)) =
                 *(const uint4*)((value ? shared.new_value : shared.new_key) + chunk * 16);
         }
-        if (FP8 && lane < 2) stage[EXPONENTS + lane * PAGE + row] = shared.exponents[lane];
+        if (FP8 && lane < 2) exponents[lane * PAGE + row] = shared.exponents[lane];
         __syncwarp();
     }
     __device__ uint4 key(int j, int i) const { return pairs(chunk(stage + key_at[i] + j * 8 * ROW, 0)); }
     __device__ const typename Base::Chunk& value(int r, int c) const {
         return chunk(stage + VALUES + value_at[r % 2][c] + r / 2 * 8 * ROW, 0);
     }
-    __device__ int exponent(int r, bool value) const { return stage[EXPONENTS + value * PAGE + key_of(r)]; }
+    __device__ int exponent(int r, bool value) const { return exponents[value * PAGE + key_of(r)]; }
 };
 
 // The part of a warp's pages so far: of head g the largest score and the sum of the weights; the weighted sums of the
 // values: y[c][i] holds numbers 64 c + 8 g + 2 i of heads 2 t and 2 t + 1, then their next numbers.
 template <int D, bool FP8, class Page> struct DecodePart {
     float top = -INFINITY, sum = 0, y[D / 64][4][4] = {};
-    int unit = 28; // FP8: the largest exponent of a value so far (kv_exponent has a least one): y is times 2^(15 - unit)
+    int unit = 28; // FP8: the largest exponent of a value so far (kv_exponent has a least); y is over 2^(unit - 143)
 
     // The first `count` keys of the page count: one at least.
     __device__ __forceinline__ void add(const DecodeShared<D>& shared, const Page& page, int count) {
@@ -3274,7 +3282,8 @@ template <int D, bool FP8, class Page> struct DecodePart {
         GPU_UNROLL
         for (int r = 0; r < 4; r++) {
             const float score = (s[r / 2][r % 2] + more_s[r / 2][2 + r % 2]) * scale;
-            weights[r] = page.key_of(r) >= count ? -INFINITY : FP8 ? score * fp8_factor(page.exponent(r, false)) : score;
+            const float factor = FP8 ? fp8_factor(page.exponent(r, false)) : 1;
+            weights[r] = page.key_of(r) < count ? score * factor : -INFINITY;
             largest = fmaxf(largest, weights[r]);
         }
         largest = quad_max(largest);
@@ -3342,10 +3351,10 @@ template <int D, bool FP8, class Page> struct DecodePart {
 // The newest token's key (one warp) or value (another) to shared memory, and to the cache if no other block does it.
 template <int D, bool FP8>
 __device__ __forceinline__ void take_newest(const DecodeArgs& p, DecodeShared<D>& shared, const bf16* from, int slot,
-                                            int kv, bool key, const float* angles, bool writes) {
+                                            int kv, bool key, const WarpAngles<D / 64>& angles, bool writes) {
     WarpHead<D> head, weights;
     head.load(from), weights.load(p.k_weight);
-    if (key) head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+    if (key) head.norm_rope(weights, angles, p.eps);
     uint8_t* const row = key ? shared.new_key : shared.new_value;
     bf16* const cache = key ? p.keys : p.values;
     if constexpr (FP8) {
@@ -3367,24 +3376,26 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
     // batch, older keys and values to an earlier forward (see launch_kernel).
     const Batch& b = p.b;
     const int h0 = blockIdx.y * heads, n = blockIdx.z, kv = h0 / (p.H / p.K), warp = threadIdx.x / 32;
-    const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1, splits = pos / SPLIT + 1;
-    if (!Page::RING && seq >= 0 && splits > (int)gridDim.x) __trap(); // keys that no block owns: an error
-    if (seq < 0 || (int)blockIdx.x >= splits) {
+    // Pages go to the blocks in turn, as many at a time as a block has stages. This warp's are `first`, then WARPS
+    // further for the next of its stages, and `step` further for the same stage.
+    constexpr int WARPS = Page::WARPS, STAGES = Page::STAGES, DEALT = WARPS * STAGES;
+    const int seq = b.seq[n], pos = b.pos[n], pages = pos / PAGE + 1;
+    const int blocks = min((pages - 1) / DEALT + 1, (int)gridDim.x);
+    const int first = (int)blockIdx.x * DEALT + warp, step = (int)gridDim.x * DEALT;
+    if (!Page::RING && seq >= 0 && pages > step) __trap(); // keys that no block owns: an error
+    if (seq < 0 || (int)blockIdx.x >= blocks) {
         let_next_start();
         wait_for_previous();
         return;
     }
-    // This warp's pages: `first`, then WARPS further in the next of its stages; from the last stage on `step` further.
-    constexpr int WARPS = Page::WARPS, STAGES = Page::STAGES;
-    static_assert(SPLIT == WARPS * STAGES * PAGE, "a split fills a block's stages");
-    const int first = (int)blockIdx.x * (SPLIT / PAGE) + warp, step = (int)gridDim.x * (SPLIT / PAGE);
     const int* table = b.pages + (size_t)seq * b.max_pages;
     const auto place = [&](int number) { return number < pages ? table[number] : 0; }; // in the cache
     Page page((uint8_t*)rings + warp * Page::RING);
     const auto ask_for = [&](int k, int number, int place) { // without the newest token
-        const size_t at = ((size_t)place * p.K + kv) * (PAGE * (FP8 ? D + 1 : 2 * D));
+        const size_t at = FP8 ? fp8_rows(place, kv, p.K, D) : kv_offset(place, kv, 0, p.K, D) * sizeof(bf16);
         if (number < pages)
-            page.ask_for(k, (const uint8_t*)p.keys + at, (const uint8_t*)p.values + at, pos - number * PAGE);
+            page.ask_for(k, (const uint8_t*)p.keys + at, (const uint8_t*)p.values + at, fp8_exponents(kv, p.K, D),
+                         pos - number * PAGE);
         commit_copies();
     };
     int next[STAGES]; // places of the pages after those in flight
@@ -3395,24 +3406,28 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         ask_for(k, first + k * WARPS, next[k]);
         next[k] = place(first + k * WARPS + step);
     }
+    for (int i = threadIdx.x; i < (DECODE_ROWS - heads) * D / 8; i += blockDim.x)
+        ((uint4*)shared.q[heads])[i] = make_uint4(0, 0, 0, 0);
+    const WarpAngles<D / 64> angles(p.rope + (size_t)pos * D);
+    WarpHead<D> weights;
+    weights.load(p.q_weight);
     let_next_start();
     wait_for_previous();
 
+    // Heads of q, and the newest token's key and value; a warp takes these in turn.
     const bf16* row = p.qkv + (size_t)n * (p.H + 2 * p.K) * D;
-    const float* angles = p.rope + (size_t)pos * D;
-    for (int h = warp; h < DECODE_ROWS; h += WARPS) {
-        WarpHead<D> head = {}, weights;
+    const int newest = (pages - 1) / DEALT % (int)gridDim.x == (int)blockIdx.x ? 2 : 0;
+    for (int h = warp; h < heads + newest; h += WARPS)
         if (h < heads) {
-            head.load(row + (size_t)(h0 + h) * D), weights.load(p.q_weight);
-            head.norm_rope(weights, WarpAngles<D / 64>(angles), p.eps);
+            WarpHead<D> head;
+            head.load(row + (size_t)(h0 + h) * D);
+            head.norm_rope(weights, angles, p.eps);
+            shared.template put<FP8>(head, h);
+        } else {
+            const bool key = h == heads, writes = h0 % (p.H / p.K) == 0;
+            take_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
+                                writes);
         }
-        shared.template put<FP8>(head, h);
-    }
-    if ((splits - 1) % (int)gridDim.x == (int)blockIdx.x && warp >= WARPS - 2) {
-        const bool key = warp == WARPS - 2, writes = h0 % (p.H / p.K) == 0;
-        take_newest<D, FP8>(p, shared, row + (size_t)(p.H + (key ? 0 : p.K) + kv) * D, b.slot[n], kv, key, angles,
-                            writes);
-    }
     __syncthreads();
     DecodePart<D, FP8, Page> part;
     for (int begin = first; begin < pages; begin = Page::RING ? begin + step : pages) { // (Held: a block a split)
@@ -3433,7 +3448,6 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
     part.store(shared, page, rings + warp * apart, heads);
     __syncthreads();
     // The warps' parts, a thread a number: to `out` or, where the sequence has several blocks, to `parts`.
-    const int blocks = min(splits, (int)gridDim.x);
     bf16* out = p.out + ((size_t)n * p.H + h0) * D;
     float* parts = p.partial + ((size_t)n * p.H + h0) * gridDim.x * (D + 2);
     for (int o = threadIdx.x; o < heads * D; o += blockDim.x) {

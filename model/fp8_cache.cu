@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(256) widen_pages_kernel(bf16* to_keys, bf16* t
             for (int page = blockIdx.y; page * PAGE < length; page += gridDim.y) {
                 const size_t at = kv_offset(table[page], kv, 0, K, D) + threadIdx.x * 8;
                 const auto widen = [&](bf16* to, bf16* cache) {
-                    const uint8_t* block = fp8_block<D>(cache, table[page], kv, K);
+                    const uint8_t* rows = (const uint8_t*)cache + fp8_rows(table[page], kv, K, D);
                     const bool there = page * PAGE + row < length; // the rows after them must be finite
-                    const uint2 raw = there ? *(const uint2*)(block + threadIdx.x * 8) : uint2{0, 0};
-                    const float factor = there ? fp8_factor(block[PAGE * D + row]) : 1;
+                    const uint2 raw = there ? *(const uint2*)(rows + threadIdx.x * 8) : uint2{0, 0};
+                    const float factor = there ? fp8_factor(rows[fp8_exponents(kv, K, D) + row]) : 1;
                     const uint4 v = widen_e4m3(raw);
                     *(uint4*)(to + at) = {pack(low(v.x) * factor, high(v.x) * factor),
                                           pack(low(v.y) * factor, high(v.y) * factor),

@@ -14,10 +14,6 @@ __device__ inline uint32_t widen_e4m3(uint32_t word, uint32_t bytes) {
 __device__ inline uint4 widen_e4m3(const uint2& v) {
     return {widen_e4m3(v.x, 0x1404), widen_e4m3(v.x, 0x3424), widen_e4m3(v.y, 0x1404), widen_e4m3(v.y, 0x3424)};
 }
-// The rows of a page and head in a layer's FP8 cache (KVRow).
-template <int D> __device__ uint8_t* fp8_block(bf16* cache, int page, int head, int K) {
-    return (uint8_t*)cache + ((size_t)page * K + head) * PAGE * (D + 1);
-}
 // A WarpHead, rounded to bf16, as a row of such a cache (Book I's store_kv): numbers, and the byte of their exponent.
 template <int D> struct WarpFp8Head {
     static constexpr int P = D / 64;
@@ -45,8 +41,8 @@ template <int D> struct WarpFp8Head {
         if (threadIdx.x % 32 == 0) *exponent = byte;
     }
     __device__ void store(bf16* cache, int slot, int head, int K) const {
-        uint8_t* const block = fp8_block<D>(cache, slot / PAGE, head, K);
-        store(block + slot % PAGE * D, block + PAGE * D + slot % PAGE);
+        uint8_t* const rows = (uint8_t*)cache + fp8_rows(slot / PAGE, head, K, D);
+        store(rows + slot % PAGE * D, rows + fp8_exponents(head, K, D) + slot % PAGE);
     }
 };
 // 2^(e - 128); 0 marks a NaN row

@@ -405,9 +405,8 @@ static void attention_backward(const Config& c) {
 // By kind of cache. (What random bytes are as an FP8 cache does not matter to the time.)
 static void batch(Model& m) {
     const Config& c = m.file.config;
-    const int position = 512;
-    for (int i = 0; i < 4; i++) {
-        const int B = i < 2 ? 256 : 64;
+    for (int i = 0; i < 6; i++) {
+        const int B = i < 2 ? 256 : i < 4 ? 193 : 64, position = B == 193 ? 300 : 512; // (193: bench_serve's exam)
         const bool fp8 = i % 2;
         State s(c, B, B, position, position + 16, B, fp8);
         const double held = (double)KVCache<bf16>::bytes(c, 1, fp8) / PAGE * (position + 1) * B, bytes = (double)step_bytes(m.weights) + held;

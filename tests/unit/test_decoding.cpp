@@ -189,8 +189,8 @@ TEST_CASE("rows that are not finite, tiny, huge: an FP8 cache gets Book I's byte
         launch(dim3(1), dim3(32), [&] {
             WarpHead<D> head;
             head.load(row.data());
-            uint8_t* const block = (uint8_t*)got.data();
-            WarpFp8Head<D>(head).store(block + 3 * D, block + PAGE * D + 3);
+            uint8_t* const rows = (uint8_t*)got.data();
+            WarpFp8Head<D>(head).store(rows + 3 * D, rows + PAGE * D + 3);
         });
         CHECK(KVRow<bf16>(got.data(), b.fp8, 0, 0, 3, 1, D).scale(((uint8_t*)got.data())[PAGE * D + 3]) != 0);
         return std::make_pair(want, got);

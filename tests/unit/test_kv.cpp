@@ -26,7 +26,8 @@ TEST_CASE_TEMPLATE("FP8 rows: the least power of two that holds the largest; num
             const std::vector<T> before = cache;
             store_kv(cache.data(), b.fp8, at, head, row.data(), K, D);
             const uint8_t *now = (const uint8_t*)cache.data(), *then = (const uint8_t*)before.data();
-            const size_t block = ((size_t)(at / PAGE) * K + head) * PAGE * (D + 1), first = block + (size_t)(at % PAGE) * D, e = block + (size_t)PAGE * D + at % PAGE;
+            const size_t page = (size_t)(at / PAGE) * K * PAGE * (D + 1), first = page + (size_t)(head * PAGE + at % PAGE) * D;
+            const size_t e = page + (size_t)(K * D + head) * PAGE + at % PAGE;
             for (size_t i = 0; i < cache.size() * sizeof(T); i++)
                 if ((i < first || i >= first + D) && i != e) REQUIRE(now[i] == then[i]);
             const KVRow<T> kept(cache.data(), b.fp8, at / PAGE, head, at % PAGE, K, D);
