@@ -85,7 +85,11 @@ SEPARATE   = book/generate.cpp book/grade.cpp cli/libedit.cpp cpu/%
 SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(if $(TEXT),,$(wildcard cpu/*.cpp)) \
              $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
+# Tests link all objects. qwen3 and datagen do not wait for those of train/ and server/.
 LIB        = $(B)/all.a
+CORE       = $(B)/core.a
+TRAIN      = $(filter $(B)/train/%,$(OBJECTS))
+SERVER     = $(filter $(B)/server/%,$(OBJECTS))
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
 .PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
@@ -166,13 +170,17 @@ $(B)/main/%.o: %.cu $(PCH)
 $(B)/main/%.o: %.cpp $(PCH)
 	$(CPP_OBJECT)
 $(LIB): $(OBJECTS)
+$(CORE): $(filter-out $(TRAIN) $(SERVER),$(OBJECTS))
+$(LIB) $(CORE):
 	@rm -f $@ && ar rcs $@ $^
 LINK       = $(if $(CUDA),$(NVCC) $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(FLAGS))),$(CXX) $(FLAGS) $(SAN))
 $(B)/qwen3: LIBS = $(EDIT)
 $(B)/datagen: LIBS = $(CURL)
 $(B)/serve: LIBS = $(MHD)
-$(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(LIB)
-	$(Q)$(LINK) $^ -o $@ $(LIBS) $(CMARK)
+$(B)/train_lora: $(TRAIN)
+$(B)/serve: $(SERVER)
+$(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(CORE)
+	$(Q)$(LINK) $(filter-out $(CORE),$^) $(CORE) -o $@ $(LIBS) $(CMARK)
 $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
 
@@ -204,7 +212,7 @@ libqwen3.so: $(B)/libqwen3.so
 	@ln -f $< $@ && echo "built     ./$@"
 $(B)/qwen3.map: Makefile
 	@mkdir -p $(B); echo '{ global: qwen3_*; local: *; };' > $@
-$(B)/libqwen3.so: $(B)/capi/library.o $(LIB) $(B)/qwen3.map
+$(B)/libqwen3.so: $(B)/capi/library.o $(CORE) $(B)/qwen3.map
 	$(Q)$(LINK) -shared $(filter-out %.map,$^) -o $@ $(if $(CUDA),-Xlinker --version-script=$(B)/qwen3.map,-Wl$(comma)--version-script=$(B)/qwen3.map) $(CURL) $(CMARK)
 
 # A hand-in (deploy/course): for any x86-64 with a GPU of these kinds.
