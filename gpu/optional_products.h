@@ -6,7 +6,7 @@
 #include "gpu/packed/hopper.h"
 #include "gpu/packed/packed.h"
 #include "gpu/packed/unpack.h"
-#include "gpu/products/plans.h"
+#include "gpu/products/hopper_tiles.h"
 #include "qwen3.cu"
 
 template <class Epilogue>

@@ -2,7 +2,7 @@
 #pragma once
 #include "gpu/packed/e4m3_tiles.h"
 #include "gpu/packed/packed.h"
-#include "gpu/products/plans.h"
+#include "gpu/products/hopper_tiles.h"
 #include "qwen3.cu"
 
 struct RoundedSwigluEpilogue : SwigluEpilogue { // ... and as the next product takes it; F in whole groups

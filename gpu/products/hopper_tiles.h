@@ -1,4 +1,4 @@
-// gpu/products/plans.h: the tile and the number of splits for a product of many tokens on Hopper.
+// gpu/products/hopper_tiles.h: the tile and the number of splits for a product of many tokens on Hopper.
 #pragma once
 #include "gpu/products/hopper.h"
 #include "qwen3.cu"
