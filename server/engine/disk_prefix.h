@@ -13,8 +13,8 @@ namespace server {
 
 struct DiskPrefix {
     static constexpr size_t BUFFER_BYTES = 64 << 20; // for each direction
-    // Seconds without a page, and on a GPU for all pages if it is not known how long computing takes: then the prompt is
-    // computed, and nothing is read for a while.
+    // Seconds without a page (on a GPU: of the whole reading, while the time of computing is unknown) before the prompt
+    // is computed instead; then nothing is read for a while.
     static constexpr double PATIENCE = 2, STALLED = 30;
 
     // The pages of a prompt that are being read. The engine holds them until the last has come: all together become

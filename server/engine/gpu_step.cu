@@ -14,7 +14,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -62,7 +61,7 @@ struct StepOnGpu final : GpuStep {
     cudaEvent_t done[2] = {}, masks_there = {};
     cudaStream_t mask_stream = {}, page_stream = {};               // page_stream: copies of pages, beside the steps
     cudaEvent_t launched = {}, copied = {};                        // the last step; the last page
-    std::set<int> leaving;                                         // pages that are perhaps still copied out
+    std::vector<bool> leaving;                                     // (pages) perhaps still being copied out
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // the part of a step that a graph computes
     struct GraphKey {
         int rows, splits;
@@ -157,6 +156,7 @@ void StepOnGpu::plan() {
 void StepOnGpu::open() {
     CUDA_CHECK(cudaStreamCreateWithFlags(&mask_stream, cudaStreamNonBlocking));
     CUDA_CHECK(cudaStreamCreateWithFlags(&page_stream, cudaStreamNonBlocking));
+    leaving.assign((size_t)engine.pages, false);
     for (cudaEvent_t* event : {&masks_there, &launched, &copied})
         CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     for (int i = 0; i < 2; i++) {
@@ -445,7 +445,7 @@ void StepOnGpu::copy_page(int page, uint8_t* bytes, bool out, std::function<void
                                               cudaMemcpyHostToDevice, page_stream));
         }
     CUDA_CHECK(cudaEventRecord(copied, page_stream));
-    if (out) leaving.insert(page);
+    if (out) leaving[(size_t)page] = true;
     else CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, copied, 0));
     CUDA_CHECK(cudaLaunchHostFunc(page_stream, [](void* p) { // (on a thread of CUDA's)
         const std::unique_ptr<std::function<void()>> then((std::function<void()>*)p);
@@ -454,11 +454,12 @@ void StepOnGpu::copy_page(int page, uint8_t* bytes, bool out, std::function<void
 }
 
 void StepOnGpu::await_copies(const Step& s) {
-    if (leaving.empty()) return;
-    const bool over = cudaEventQuery(copied) == cudaSuccess;
-    const bool reused = std::any_of(s.slot.begin(), s.slot.end(), [&](int slot) { return leaving.count(slot / PAGE); });
-    if (reused && !over) CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, copied, 0));
-    if (reused || over) leaving.clear();
+    bool reused = false;
+    for (int slot : s.slot) {
+        const size_t page = (size_t)(slot / PAGE);
+        if (leaving[page]) reused = true, leaving[page] = false;
+    }
+    if (reused) CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, copied, 0)); // (also for copies that are over)
 }
 
 std::unique_ptr<GpuStep> make_gpu_step(Engine<bf16>& engine) { return std::make_unique<StepOnGpu>(engine); }
