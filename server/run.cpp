@@ -74,7 +74,6 @@ static std::string pages_depend(const Options& o, const ModelFile& file, const A
 }
 
 static std::unique_ptr<DiskPages> open_cache(const Options& o, const std::string& depends) {
-    if (o.cache.empty()) return nullptr;
     std::vector<std::string> keys;
     for (auto& one : o.server.keys) keys.push_back(one.key);
     return std::make_unique<DiskPages>(o.cache, o.cache_bytes ? o.cache_bytes : 20'000'000'000, depends, keys,
@@ -120,6 +119,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     Desk desk;
     desk.keys = std::max<size_t>(1, o.server.keys.size());
     desk.limit = (size_t)(http ? o.max_queue + o.gpus * e.max_seqs : 4 * o.gpus * e.max_seqs + 2 * MAX_CHOICES);
+    std::unique_ptr<DiskPages> disk; // outlives the server, whose metrics ask it
     Server server(o.server, desk);
     if (http) server.start(); // so that it can report that it is loading
 
@@ -148,7 +148,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     for (size_t i = 0; i < named.size(); i++)
         present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
     named.clear();
-    const auto disk = open_cache(o, o.cache.empty() ? "" : pages_depend<T>(o, file, adapter.get()));
+    if (!o.cache.empty()) disk = open_cache(o, pages_depend<T>(o, file, adapter.get()));
     e.disk = disk.get();
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
     if (o.lookup > 0 && !engine.lookup.most)
