@@ -23,8 +23,8 @@
 
    Where it is (server/)
    engine/   desk.h            between the threads: Job, Piece, Reply, Budget, Desk; several engines (router.h)
-             scheduler.h       which jobs run, and a step's rows; sequences, pages and prefix cache (pages.h), prompts
-                               beside answers (pace.h)
+             scheduler.h       which jobs run, and a step's rows; sequences, pages and prefix cache (pages.h; on disk
+                               disk_pages.h), prompts beside answers (pace.h)
              engine.h          ... and what it computes with: cpu_step.cpp, gpu_step.cu; rows with different adapters
                                (adapters.h, mixed.h, segmented.h)
              speech.h          ids to text: characters, stop strings, thoughts, log-probabilities
@@ -113,7 +113,9 @@ static Setter text_file(std::string& text) {
 static std::vector<Option> option_table(Options& o) {
     auto gigabytes = [](size_t& bytes) -> Setter {
         return [&bytes](const char* option, const char* v) {
-            bytes = (size_t)(parse_number(option, v, 1e-6, 1e6) * 1e9);
+            std::string number = v; // "20" or "20GB"
+            if (number.size() > 2 && number.substr(number.size() - 2) == "GB") number.resize(number.size() - 2);
+            bytes = (size_t)(parse_number(option, number.c_str(), 1e-6, 1e6) * 1e9);
         };
     };
     std::vector<Option> table = {
@@ -133,6 +135,9 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--kv-memory", "GB", "size of the KV cache (default: CPU at most a quarter of memory, GPU\n"
          "nearly all free memory)",
          gigabytes(o.engine.kv_bytes)},
+        {"", "--cache-dir", "DIR", "keep cached pages of prompts in this folder, too: a restart finds them",
+         file_name(o.cache)},
+        {"", "--cache-size", "GB", "... and at most so many bytes of them (default 20)", gigabytes(o.cache_bytes)},
         {"", "--chunk", "N", "most prompt tokens in a step that also decodes (default: such a step\n"
          "takes at most 1.7 times as long as without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "GPUs of this host, one engine each (with -d cpu N CPU engines)", whole(o.gpus, 1, 64)},
@@ -205,6 +210,7 @@ static Options parse_options(int argc, char** argv) {
     for (auto& task : o.tasks)
         if (task != "generate" && task != "embed" && task != "rerank")
             DIE("--task %s: generate, embed or rerank", task.c_str());
+    if (o.cache_bytes && o.cache.empty()) DIE("--cache-size is for --cache-dir");
     o.server.think = o.think, o.server.docs = !o.documents.docs.empty();
     check_document_options(o.documents);
     check_starters("--starter", o.server.starters);

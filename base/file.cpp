@@ -54,6 +54,16 @@ uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash) {
     return hash;
 }
 
+uint64_t checksum(uint64_t hash, const void* data, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word;
+        memcpy(&word, (const uint8_t*)data + i, 8);
+        hash = (hash ^ word) * 0x100000001b3;
+        hash ^= hash >> 32; // else the upper bits would never reach the lower ones
+    }
+    return hash;
+}
+
 void write_text(const std::string& path, std::string_view text) {
     OutputFile out(path);
     out.write(text);

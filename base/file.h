@@ -47,6 +47,10 @@ struct OutputFile {
 uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash = 0xcbf29ce484222325);
 inline uint64_t fnv1a(std::string_view s, uint64_t hash = fnv1a(nullptr, 0)) { return fnv1a(s.data(), s.size(), hash); }
 
+// Like FNV-1a, but on words of 8 bytes, since it must keep up with a disk. Every step is invertible, so damage within
+// one word is always detected. `bytes` is a multiple of 8.
+uint64_t checksum(uint64_t hash, const void* data, size_t bytes);
+
 void write_text(const std::string& path, std::string_view text);
 
 std::string program_folder(); // of the running program, without a last slash; "": not known

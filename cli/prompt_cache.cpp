@@ -9,18 +9,6 @@
 
 namespace cli {
 
-// Like FNV-1a, but on words of 8 bytes, since it must keep up with a disk. Every step is invertible, so damage within
-// one word is always detected. `bytes` is a multiple of 8.
-static uint64_t checksum(uint64_t hash, const void* data, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 8) {
-        uint64_t word;
-        memcpy(&word, (const uint8_t*)data + i, 8);
-        hash = (hash ^ word) * 0x100000001b3;
-        hash ^= hash >> 32; // else the upper bits would never reach the lower ones
-    }
-    return hash;
-}
-
 PromptCache::PromptCache(const std::string& path, const LoadedModel& model, uint64_t variant, Conversation& session)
     : path(path) {
     const Config& c = model.file.config;

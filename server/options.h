@@ -18,6 +18,8 @@ struct Options : ModelOptions {
     std::vector<std::pair<std::string, std::string>> adapters; // name, folder
     ServerOptions server;
     EngineOptions engine;
+    std::string cache;              // folder of the prefix cache on disk; "": none
+    size_t cache_bytes = 0;         // ... its size; 0: 20 GB
     int max_queue = 1024, think = 0, gpus = 1, predict_tokens = 384;
     int jump = -1, lookup = -1; // negative: the device's default
     DocumentOptions documents{};

@@ -2,6 +2,7 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "model/adapters.h"
+#include "model/cpu.h"
 #include "model/device.h"
 #include "model/instances.h"
 #include "model/tokenizer.h"
@@ -17,6 +18,7 @@
 #include "server/api/service.h"
 #include "server/engine/adapted_model.h"
 #include "server/engine/desk.h"
+#include "server/engine/disk_pages.h"
 #include "server/engine/engine.h"
 #include "server/engines.h"
 #include "server/http/server.h"
@@ -48,6 +50,34 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     if (file.is_quantized() && stay_packed<bf16>(o)) w.field("packed", true);
     w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
+}
+
+// Everything that keys and values depend on, except tokens, adapters by name and API keys. The program is part of it:
+// another compiler or another order of sums changes bits.
+template <class T>
+static std::string pages_depend(const Options& o, const ModelFile& file, const AdapterFile* adapter) {
+    const Config& c = file.config;
+    const RopeScaling& r = c.rope_scaling;
+    const MappedFile program("/proc/self/exe");
+    sj::Writer w;
+    w.object().field("model", file.hash()).field("adapter", adapter ? adapter_hash(*adapter, 1) : 0);
+    w.field("program", checksum(0, program.data, program.size / 8 * 8)).field("number", sizeof(T)).field("page", PAGE);
+    w.field("layers", c.L).field("width", c.C).field("heads", c.H).field("kv_heads", c.K).field("head_size", c.D);
+    w.field("theta", (double)c.rope_theta).field("rope", (int)r.type).field("factor", r.factor);
+    w.field("original", r.original).field("attention", r.attention).field("fast", r.fast).field("slow", r.slow);
+    w.field("truncate", r.truncate).field("dtype", o.dtype).field("kv_fp8", o.ctx.kv_fp8);
+    w.field("fp8_activations", o.ctx.fp8_activations).field("packed", file.is_quantized() && stay_packed<T>(o));
+    w.field("plain", o.ctx.plain).field("invariant", o.ctx.invariant);
+    std::string device = instruction_set_name(instruction_set);
+    if constexpr (WITH_GPU) if (o.ctx.gpu) device = gpu_name(0);
+    return w.field("device", device).end().text;
+}
+
+static std::unique_ptr<DiskPages> open_cache(const Options& o, const std::string& depends) {
+    std::vector<std::string> keys;
+    for (auto& one : o.server.keys) keys.push_back(one.key);
+    return std::make_unique<DiskPages>(o.cache, o.cache_bytes ? o.cache_bytes : 20'000'000'000, depends, keys,
+                                       [](auto& line) { print_error("serve", line); });
 }
 
 // Serves until a signal, then finishes the requests in progress.
@@ -89,6 +119,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     Desk desk;
     desk.keys = std::max<size_t>(1, o.server.keys.size());
     desk.limit = (size_t)(http ? o.max_queue + o.gpus * e.max_seqs : 4 * o.gpus * e.max_seqs + 2 * MAX_CHOICES);
+    std::unique_ptr<DiskPages> disk; // outlives the server, whose metrics ask it
     Server server(o.server, desk);
     if (http) server.start(); // so that it can report that it is loading
 
@@ -117,6 +148,8 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     for (size_t i = 0; i < named.size(); i++)
         present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
     named.clear();
+    if (!o.cache.empty()) disk = open_cache(o, pages_depend<T>(o, file, adapter.get()));
+    e.disk = disk.get();
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
     if (o.lookup > 0 && !engine.lookup.most)
         DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights and keys, room for a copy)", o.lookup);
@@ -124,7 +157,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
 
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
-    server.service.path = o.model;
+    server.service.path = o.model, server.service.disk = disk.get();
     server.service.predicts = {o.predict_system, o.predict_tokens};
     Adapters& adapters = *server.service.adapters;
     const size_t room = engine.room_for_adapters(); // for all adapters that clients load
@@ -156,6 +189,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
             "ready in %.2f s\n", o.name.c_str(), (double)parameters(c) / 1e6, type_name(weights), several.c_str(),
             device_name(o.ctx).c_str(), context, why.c_str(), c.rope_scaling.note().c_str(), o.gpus * e.max_seqs,
             desk.look().pages, o.ctx.kv_fp8 ? "FP8 " : "", PAGE, seconds() - start);
+    if (disk) fprintf(stderr, "%s\n", disk->told().c_str());
     engines.start(o);
     loading = false;
     const std::string depends =

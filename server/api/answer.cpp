@@ -46,6 +46,12 @@ size_t Answer::cached() const {
     return n;
 }
 
+size_t Answer::read() const {
+    size_t n = 0;
+    for (size_t i = 0; i < choices.size(); i += each) n += choices[i].read;
+    return n;
+}
+
 void Answer::add(Piece&& piece) {
     Choice& c = note(piece);
     if (pooled) return pooled->add((size_t)piece.choice, piece.hidden);
@@ -169,7 +175,7 @@ std::string Answer::events(const Piece& piece) {
 Answer::Choice& Answer::note(const Piece& piece) {
     Choice& c = choices[(size_t)piece.choice];
     if (!piece.finish) return c;
-    c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached;
+    c.finish = piece.finish, c.count = piece.count, c.cached = piece.cached, c.read = piece.read;
     c.thoughts = piece.thoughts, c.stop = piece.stop;
     return c;
 }

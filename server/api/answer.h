@@ -37,7 +37,7 @@ struct Answer {
         std::vector<CallPart> calls{}; // complete calls
         size_t calls_begun = 0;        // for a stream
         bool begun = false;
-        size_t offset = 0, count = 0, cached = 0, thoughts = 0;
+        size_t offset = 0, count = 0, cached = 0, read = 0, thoughts = 0;
         std::string stop{};
         const char* finish = nullptr;
     };
@@ -58,7 +58,8 @@ struct Answer {
     }
     size_t count() const;
     const char* broken() const { return pooled ? pooled->broken : nullptr; } // why there is no result
-    size_t cached() const; // tokens; of each prompt, those of its first answer
+    size_t cached() const; // tokens; of each prompt, those of its first answer;
+    size_t read() const;   // ... those of them that came from the disk
 
     // Takes a piece, to be reported later as a whole.
     virtual void add(Piece&& piece);

@@ -62,7 +62,7 @@ static void add_text(const Service& service, std::vector<std::vector<int>>& text
 static void add_pooled_jobs(const Fields& f, Ask& ask, std::vector<std::vector<int>>&& texts, uint64_t salt) {
     Job job;
     job.salt = salt, job.adapter = ask.adapter, job.pooled = true, job.max_tokens = 1;
-    if (const std::string own = f.text("cache_salt"); !own.empty()) job.space = salted_space(salt, own);
+    if (const std::string own = f.text("cache_salt"); !own.empty()) job.use_cache_salt(own);
     else if (f["cache_salt"]) throw Refusal(400, "cache_salt must not be empty", "cache_salt");
     job.priority = (int)f.integer("priority", INT_MIN, INT_MAX, 0);
     job.reply = std::make_shared<Reply>();

@@ -130,7 +130,7 @@ static std::vector<std::pair<int, float>> biases_from_json(const Service& servic
 Job job_from_json(const Service& service, const Fields& f, const Ask& ask, bool thinking, uint64_t salt) {
     Job job;
     job.salt = salt, job.adapter = ask.adapter;
-    if (const std::string name = f.text("cache_salt"); !name.empty()) job.space = salted_space(salt, name);
+    if (const std::string name = f.text("cache_salt"); !name.empty()) job.use_cache_salt(name);
     else if (f["cache_salt"]) throw Refusal(400, "cache_salt must not be empty", "cache_salt");
     job.priority = (int)f.integer("priority", INT_MIN, INT_MAX, 0);
     job.thinking = thinking;

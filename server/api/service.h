@@ -18,6 +18,8 @@ struct Vocabulary;
 
 namespace server {
 
+struct DiskPages;
+
 // Recent forms, by their text: the next request with the same form need not parse it, and its masks exist already.
 struct Forms {
     static constexpr size_t KEPT = 16, LONGEST = 64 << 10; // forms; bytes of a text that is cached
@@ -49,6 +51,7 @@ struct Service {
     std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none
     std::shared_ptr<const Relevance> relevance{};
     std::string path{};                   // of the model
+    const DiskPages* disk = nullptr;      // the prefix cache on disk; null: none
     std::shared_ptr<Adapters> adapters = std::make_shared<Adapters>(); // further models, by name
 };
 

@@ -1,4 +1,5 @@
 // admit.cpp: slots, pages and the cached prefix of a prompt.
+#include "server/engine/disk_prefix.h"
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <cmath>
@@ -37,7 +38,8 @@ bool Scheduler::admit(Sequence& q) {
     for (int p : q.pages) pool.use(p);
     const size_t found = q.pages.size();
     q.chain = found ? pool.pages[q.pages.back()].name : q.space();
-    if (pool.available() < needed - found + running.size() && !running.empty()) {
+    const bool alone = running.empty() && !(disk && disk->reading); // then there are pages for any prompt
+    if (pool.available() < needed - found + running.size() && !alone) {
         give_back_pages(q);
         return false;
     }
@@ -58,6 +60,7 @@ bool Scheduler::admit(Sequence& q) {
     if (found) // the step enters the pages of its own rows
         give(table + (size_t)q.slot * max_pages, q.pages.data(), found);
     if (ctx.gpu && !q.job.pooled) describe_to_gpu(q);
+    if (disk) used_pages(q, found);
     return true;
 }
 
@@ -70,6 +73,7 @@ void Scheduler::vacate(Sequence& q) {
 void Scheduler::preempt(Running::iterator it) {
     Sequence& q = *it->second;
     vacate(q);
+    q.looked = Sequence::NOT;
     q.pending = 0; // its results in flight are void; `computed` is set when it is admitted again
     if (q.telling()) q.told.clear();
     figures.preempted++;
@@ -84,6 +88,7 @@ void Scheduler::remember(Sequence& q) {
         const bool tells = q.telling() && (q.known + 1) * PAGE < q.prompt; // (its last hidden state is kept)
         q.chain = pool.name(q.pages[q.known], q.chain, &q.ids[q.known * PAGE], q.adapter(),
                             tells ? q.job.prompt_alternatives : -1);
+        if (disk && !q.job.pooled) may_save(q);
     }
 }
 

@@ -5,6 +5,8 @@
 #include "server/engine/engine.h"
 #include "server/engine/gpu_step.h"
 #include <algorithm>
+#include <cstring>
+#include <functional>
 #include <map>
 #include <utility>
 
@@ -94,11 +96,25 @@ void Engine<T>::describe_to_gpu(Sequence& q) {
     if (on_gpu) on_gpu->describe(q);
 }
 
+template <class T>
+void Engine<T>::copy_page(int page, uint8_t* bytes, bool out, std::function<void()> then) {
+    if (on_gpu) return on_gpu->copy_page(page, bytes, out, std::move(then));
+    const size_t part = page_bytes() / (2 * (size_t)config.L); // of a layer's keys or values
+    for (T* numbers : {cache.keys, cache.values})
+        for (int l = 0; l < config.L; l++, bytes += part) {
+            uint8_t* const there = (uint8_t*)(numbers + (size_t)l * cache.layer_size) + (size_t)page * part;
+            if (out) memcpy(bytes, there, part);
+            else memcpy(there, bytes, part);
+        }
+    then();
+}
+
 #define INSTANTIATE(T) \
     template void Engine<T>::compute(Step&); \
     template void Engine<T>::collect(Step&); \
     template void Engine<T>::draw_masked(Step&); \
     template void Engine<T>::describe_to_gpu(Sequence&); \
+    template void Engine<T>::copy_page(int, uint8_t*, bool, std::function<void()>); \
     template void Engine<T>::forward_step(const Step&, const Batch&, const MixedRows&);
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE

@@ -26,6 +26,7 @@ Engine<T>::Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk
     fill_rope(angles.data(), options.context, c.D, c.rope_theta, c.rope_scaling);
     give(rope, angles.data(), angles.size());
     if (on_gpu) on_gpu->open();
+    open_disk();
     figures.pages = (size_t)pages;
     tell();
 }

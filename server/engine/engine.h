@@ -6,6 +6,7 @@
 #include "server/engine/adapters.h"
 #include "server/engine/mixed.h"
 #include "server/engine/scheduler.h"
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -61,6 +62,8 @@ template <class T> struct Engine final : Scheduler {
     void collect(Step& s) override;
     void draw_masked(Step& s) override;
     void describe_to_gpu(Sequence& q) override;
+    size_t page_bytes() const override { return KVCache<T>::bytes(config, 1, ctx.kv_fp8); }
+    void copy_page(int page, uint8_t* bytes, bool out, std::function<void()> then) override;
     void compute_on_cpu(Step& s);
     void tell_targets(Step& s);
     // Between `forward` and the targets' logits: copies hidden states from pages to unused rows of activations.normed,

@@ -4,6 +4,8 @@
 
 namespace server {
 
+struct DiskPages;
+
 struct EngineOptions {
     int context = 0;      // tokens of a prompt with its answer
     int max_seqs = 0;     // answers at once
@@ -18,6 +20,7 @@ struct EngineOptions {
     bool paced = false;   // `chunk` is the minimum; more while the step stays short, see pace.h
     int lookup = 0;       // most tokens of prompt lookup for an answer that runs alone (lookup.h); on a GPU
                           // limited by step.h's kernel, if there is one
+    DiskPages* disk = nullptr; // of all engines: the prefix cache on disk; null: none
 };
 
 } // namespace server

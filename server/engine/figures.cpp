@@ -28,7 +28,7 @@ void Figures::add(const Figures& f) {
         this->*number += f.*number;
     for (auto number : {&Figures::prompt_tokens, &Figures::answer_tokens, &Figures::looked_up, &Figures::found,
                         &Figures::preempted, &Figures::stopped, &Figures::cut, &Figures::cancelled,
-                        &Figures::forced})
+                        &Figures::forced, &Figures::disk_looked_up, &Figures::disk_found})
         this->*number += f.*number;
     for (auto times : {&Figures::first_token, &Figures::between_tokens, &Figures::whole})
         (this->*times).add(f.*times);

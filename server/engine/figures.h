@@ -22,6 +22,7 @@ std::string histogram_text(const char* name, const std::string& label, const His
 struct Figures {
     size_t running = 0, waiting = 0, pages = 0, pages_used = 0; // current values
     uint64_t prompt_tokens = 0, answer_tokens = 0, looked_up = 0, found = 0, preempted = 0;
+    uint64_t disk_looked_up = 0, disk_found = 0; // prompt tokens not in memory: looked for, read from the disk
     uint64_t stopped = 0, cut = 0, cancelled = 0; // answers, by how they ended
     uint64_t forced = 0; // tokens taken without sampling, since a form forced them
     Histogram first_token, between_tokens, whole;

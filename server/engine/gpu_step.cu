@@ -9,10 +9,13 @@
 #include "server/engine/engine.h"
 #include "server/engine/gpu_kernels.h"
 #include <algorithm>
+#include <climits>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace server {
@@ -56,7 +59,9 @@ struct StepOnGpu final : GpuStep {
     float* pinned_target_logits[2] = {};
     const Adapter<bf16>** pinned_adapted[2] = {};
     cudaEvent_t done[2] = {}, masks_there = {};
-    cudaStream_t mask_stream = {};
+    cudaStream_t mask_stream = {}, page_stream = {};               // page_stream: copies of pages, beside the steps
+    cudaEvent_t launched = {}, copied = {};                        // the last step; the last page
+    std::vector<bool> leaving;                                     // (pages) perhaps still being copied out
     enum Part { PLAIN, ADJUSTED, BEFORE_MASKS, AFTER_MASKS };      // the part of a step that a graph computes
     struct GraphKey {
         int rows, splits;
@@ -110,6 +115,11 @@ struct StepOnGpu final : GpuStep {
 
     void collect(Step& s) override;
 
+    void copy_page(int page, uint8_t* bytes, bool out, std::function<void()> then) override;
+    // Before a step: pages that are copied out are not overwritten. (Only full pages are, so only a page that another
+    // sequence has taken meanwhile can be among the step's rows.)
+    void await_copies(const Step& s);
+
     explicit StepOnGpu(Engine<bf16>& e)
         : engine(e), ctx(e.ctx), config(e.config), weights(e.weights), tokenizer(e.tokenizer), options(e.options),
           activations(e.activations), cache(e.cache), arena(e.arena) {
@@ -145,7 +155,10 @@ void StepOnGpu::plan() {
 
 void StepOnGpu::open() {
     CUDA_CHECK(cudaStreamCreateWithFlags(&mask_stream, cudaStreamNonBlocking));
-    CUDA_CHECK(cudaEventCreateWithFlags(&masks_there, cudaEventDisableTiming));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&page_stream, cudaStreamNonBlocking));
+    leaving.assign((size_t)engine.pages, false);
+    for (cudaEvent_t* event : {&masks_there, &launched, &copied})
+        CUDA_CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
     for (int i = 0; i < 2; i++) {
         CUDA_CHECK(cudaMallocHost(&pinned_input[i], engine.input_size() * sizeof(int)));
         CUDA_CHECK(cudaMallocHost(&pinned_drawn[i], engine.max_draws() * sizeof(int)));
@@ -164,7 +177,8 @@ StepOnGpu::~StepOnGpu() {
     if (!done[1]) return; // it was never opened
     cudaStreamSynchronize(ctx.gpu->stream);
     for (auto& [key, graph] : graphs) cudaGraphExecDestroy(graph);
-    cudaStreamSynchronize(mask_stream), cudaStreamDestroy(mask_stream), cudaEventDestroy(masks_there);
+    for (cudaStream_t stream : {mask_stream, page_stream}) cudaStreamSynchronize(stream), cudaStreamDestroy(stream);
+    for (cudaEvent_t event : {masks_there, launched, copied}) cudaEventDestroy(event);
     if (pinned_masks) cudaFreeHost(pinned_masks);
     for (int i = 0; i < 2; i++)
         cudaFreeHost(pinned_input[i]), cudaFreeHost(pinned_drawn[i]), cudaFreeHost(pinned_hidden[i]),
@@ -198,6 +212,7 @@ void StepOnGpu::describe_biases(Sequence& q, bool restrained) {
 
 void StepOnGpu::compute(Step& s) {
     const int turn = s.turn = (int)(steps++ % 2);
+    await_copies(s);
     bool adjusted = false;
     for (size_t i = 0; i < s.draws.size(); i++) {
         Sequence& q = engine.drawn_for(s, i);
@@ -414,6 +429,37 @@ void StepOnGpu::collect(Step& s) {
         s.targets_told.push_back(server::describe(row, id, logit));
     }
     for (size_t i = 0; i < s.kept.size(); i++) engine.keep_hidden(s, pinned_hidden[s.turn] + i * (size_t)config.C);
+}
+
+void StepOnGpu::copy_page(int page, uint8_t* bytes, bool out, std::function<void()> then) {
+    CUDA_CHECK(cudaEventRecord(launched, ctx.gpu->stream)); // it computes the page, or reads what was there before
+    CUDA_CHECK(cudaStreamWaitEvent(page_stream, launched, 0));
+    const size_t layers = (size_t)config.L, part = engine.page_bytes() / (2 * layers);
+    const size_t pitch = cache.layer_size * sizeof(bf16), rows = pitch > INT_MAX ? 1 : layers; // 2D copies' limit
+    for (bf16* numbers : {cache.keys, cache.values})
+        for (size_t l = 0; l < layers; l += rows, bytes += rows * part) {
+            uint8_t* const there = (uint8_t*)numbers + l * pitch + (size_t)page * part;
+            if (out) CUDA_CHECK(cudaMemcpy2DAsync(bytes, part, there, std::min(pitch, (size_t)INT_MAX), part, rows,
+                                                  cudaMemcpyDeviceToHost, page_stream));
+            else CUDA_CHECK(cudaMemcpy2DAsync(there, std::min(pitch, (size_t)INT_MAX), bytes, part, part, rows,
+                                              cudaMemcpyHostToDevice, page_stream));
+        }
+    CUDA_CHECK(cudaEventRecord(copied, page_stream));
+    if (out) leaving[(size_t)page] = true;
+    else CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, copied, 0));
+    CUDA_CHECK(cudaLaunchHostFunc(page_stream, [](void* p) { // (on a thread of CUDA's)
+        const std::unique_ptr<std::function<void()>> then((std::function<void()>*)p);
+        (*then)();
+    }, new std::function<void()>(std::move(then))));
+}
+
+void StepOnGpu::await_copies(const Step& s) {
+    bool reused = false;
+    for (int slot : s.slot) {
+        const size_t page = (size_t)(slot / PAGE);
+        if (leaving[page]) reused = true, leaving[page] = false;
+    }
+    if (reused) CUDA_CHECK(cudaStreamWaitEvent(ctx.gpu->stream, copied, 0)); // (also for copies that are over)
 }
 
 std::unique_ptr<GpuStep> make_gpu_step(Engine<bf16>& engine) { return std::make_unique<StepOnGpu>(engine); }

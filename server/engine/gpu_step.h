@@ -4,6 +4,7 @@
 #include "server/engine/sequence.h"
 #include "server/engine/step.h"
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 namespace server {
@@ -22,6 +23,7 @@ struct GpuStep {
     virtual void compute(Step& s) = 0;            // launches the step; does not wait
     virtual void draw_masked(Step& s) = 0;        // the draws that `compute` left out, once their forms are known
     virtual void collect(Step& s) = 0;            // waits, and takes the sampled tokens
+    virtual void copy_page(int page, uint8_t* bytes, bool out, std::function<void()> then) = 0; // see Scheduler
 };
 std::unique_ptr<GpuStep> make_gpu_step(Engine<bf16>& engine); // gpu_step.cu
 

@@ -1,4 +1,5 @@
 // hand_out.cpp: delivers sampled tokens to the replies.
+#include "server/engine/disk_prefix.h"
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <utility>
@@ -7,10 +8,10 @@ namespace server {
 
 void Scheduler::hand_out(Step& s) {
     collect(s);
-    const double before = std::exchange(handed_out, seconds());
-    if (s.proposed.empty())
-        prompt_pace.learn((size_t)s.singles, s.token.size() - (size_t)s.singles,
-                          handed_out - std::max(before, s.begun));
+    const double before = std::exchange(handed_out, seconds()), took = handed_out - std::max(before, s.begun);
+    const size_t prompts = s.token.size() - (size_t)s.singles;
+    if (s.proposed.empty()) prompt_pace.learn((size_t)s.singles, prompts, took);
+    if (disk && !s.singles) disk->pace.learn(disk->pace.computing, prompts, took);
     const int hoped = std::exchange(expected, -1);
     if (ctx.gpu && s.alone) lookup.came(s.token.size(), handed_out, s.begun, s.from_idle);
     else lookup.paused();
@@ -31,7 +32,8 @@ void Scheduler::hand_out(Step& s) {
         if (it == running.end() || it->second->admission != s.kept[i].admission) continue;
         const auto from = s.hidden.begin() + (ptrdiff_t)(i * (size_t)config.C);
         Piece piece;
-        piece.choice = it->second->job.choice, piece.cached = it->second->cached, piece.finish = "stop";
+        piece.choice = it->second->job.choice, piece.finish = "stop";
+        piece.cached = it->second->cached, piece.read = it->second->read;
         piece.hidden.assign(from, from + config.C);
         figures.stopped++, figures.whole.add(seconds() - it->second->job.arrived);
         outbox.push_back({it->second->job.reply, std::move(piece)});
@@ -56,7 +58,7 @@ void Scheduler::take_targets(Step& s) {
         if (it == running.end() || it->second->admission != o.admission) continue;
         Sequence& q = *it->second;
         Piece piece;
-        piece.choice = q.job.choice, piece.cached = q.cached, piece.finish = "length";
+        piece.choice = q.job.choice, piece.cached = q.cached, piece.read = q.read, piece.finish = "length";
         tell_prompt(q, piece);
         figures.cut++, figures.whole.add(seconds() - q.job.arrived);
         outbox.push_back({q.job.reply, std::move(piece)});
@@ -93,7 +95,7 @@ bool Scheduler::accept(Sequence& q, TokenInfo&& info) {
     if (job.form_of_calls && state != Speech::CALL && q.speech.state == Speech::CALL) q.matcher->begin();
     const bool complete = (keeps && !lost && !job.form_of_calls && q.matcher->must_end()) ||
                           (job.one_call && q.speech.calls > 0);
-    piece.count = q.ids.size() - q.prompt + end, piece.cached = q.cached;
+    piece.count = q.ids.size() - q.prompt + end, piece.cached = q.cached, piece.read = q.read;
     if (end || q.speech.filter.stopped || complete)
         piece.finish = q.speech.calls ? "tool_calls" : "stop", figures.stopped++;
     else if (lost || piece.count == job.max_tokens) piece.finish = "length", figures.cut++;

@@ -10,4 +10,6 @@ uint64_t salted_space(uint64_t key, const std::string& salt) {
     return 1ull << 63 | key << 40 | fnv1a(salt.data(), salt.size(), secret) >> 24;
 }
 
+void Job::use_cache_salt(const std::string& text) { space = salted_space(salt, text), cache_salt = sha256(text); }
+
 } // namespace server

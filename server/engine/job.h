@@ -1,5 +1,6 @@
 // job.h: one answer to generate, as requests pass it to the engine.
 #pragma once
+#include "base/sha256.h"
 #include "qwen3.cu"
 #include "server/engine/adapters.h"
 #include "server/engine/reply.h"
@@ -41,6 +42,7 @@ struct Job {
     bool one_call = false;            // the first call ends the answer
     uint64_t salt = 1;                // its API key's number: keys take turns
     uint64_t space = 0;               // prompts of one space share pages: that of its cache_salt, or (0) of its key
+    Digest cache_salt{};              // ... SHA-256 of this cache_salt; zeros: none
     AdapterPtr adapter{};             // used for this answer
     bool bulk = false;                // part of a batch: no client waits for its next token
     int priority = 0;                 // within its key; the lowest first
@@ -48,6 +50,9 @@ struct Job {
     bool pooled = false;              // no answer: the hidden state of the prompt's last token
     double arrived = seconds();
     std::shared_ptr<void> counted{};  // counted in the load of its engine, see Window
+
+    // Gives it the space of this cache_salt.
+    void use_cache_salt(const std::string& text);
 
     // Pooled texts of a key have a line of their own, beside that of its answers.
     static constexpr uint64_t TEXTS = 1ull << 32;

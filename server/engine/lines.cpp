@@ -22,7 +22,7 @@ void Scheduler::take_jobs() {
     for (Window::Handed& one : handed) {
         std::unique_ptr<Sequence> q((Sequence*)one.release());
         q->rank = 0, q->arrival = ++arrivals, q->slot = -1, q->pending = 0; // as if it had never run
-        q->pages.clear();
+        q->pages.clear(), q->looked = Sequence::NOT;
         if (!waiting.count(q->job.line())) catch_up(q->job.line());
         join_line(std::move(q));
     }

@@ -1,4 +1,4 @@
-// pace.h: how many prompt tokens a step takes while answers run.
+// pace.h: how many prompt tokens a step takes while answers run; whether reading pages pays.
 #pragma once
 #include <cstddef>
 
@@ -18,6 +18,23 @@ struct PromptPace {
     size_t tokens(size_t least, size_t most) const;
     // Records the duration of a step.
     void learn(size_t singles, size_t prompts, double took);
+};
+
+// Pages are read from the disk as long as that has taken less time than computing them: on a fast GPU, a small model's
+// prompt may be computed faster than a disk reads it. Only long prompts are measured. While nothing is read, the
+// measured time of reading fades, so that it is tried again.
+struct ReadPace {
+    static constexpr size_t LONG = 256;  // tokens
+    double computing = 0, reading = 0;   // seconds a token; 0: unknown
+
+    void learn(double& each, size_t tokens, double took) const {
+        if (tokens >= LONG) each = each == 0 ? took / (double)tokens : (each + took / (double)tokens) / 2;
+    }
+    bool pays() {
+        const bool yes = computing == 0 || reading <= computing;
+        if (!yes) reading *= 0.95;
+        return yes;
+    }
 };
 
 } // namespace server

@@ -95,7 +95,7 @@ size_t Scheduler::add_prompts(Step& s, bool texts, const size_t budget, const si
         const auto line = next_line(texts);
         if (line == waiting.end()) break;
         const auto first = line->second.begin();
-        if (awaits_pages(*first->second)) {
+        if (awaits_pages(*first->second) || awaits_disk(*first->second)) {
             later.push_back(leave_line(line->first, first));
             continue;
         }

@@ -22,7 +22,7 @@ void Reply::put(Piece&& piece) {
     std::move(piece.tokens.begin(), piece.tokens.end(), std::back_inserter(at->tokens));
     std::move(piece.prompt.begin(), piece.prompt.end(), std::back_inserter(at->prompt));
     std::move(piece.calls.begin(), piece.calls.end(), std::back_inserter(at->calls));
-    at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached;
+    at->finish = piece.finish, at->count = piece.count, at->cached = piece.cached, at->read = piece.read;
     at->thoughts = piece.thoughts, at->stop = std::move(piece.stop);
 }
 

@@ -34,7 +34,7 @@ struct Piece {
     std::vector<CallPart> calls{};
     const char* finish = nullptr;  // in the last piece: "stop", "length" or "tool_calls",
     size_t count = 0;              // tokens sampled, the end token included
-    size_t cached = 0;             // prompt tokens from the cache,
+    size_t cached = 0, read = 0;   // prompt tokens from the cache; of these read from the disk,
     size_t thoughts = 0;           // ... tokens of the thought,
     std::string stop{};            // ... and the stop string that ended it
     std::vector<float> hidden{};   // (C) of a pooled job, which has only this piece

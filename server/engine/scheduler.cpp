@@ -1,10 +1,13 @@
 // scheduler.cpp: runs steps and publishes figures.
+#include "server/engine/disk_prefix.h"
 #include "server/engine/router.h"
 #include "server/engine/scheduler.h"
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <malloc.h>
 #include <mutex>
+#include <unistd.h>
 
 namespace server {
 
@@ -17,22 +20,39 @@ Scheduler::Scheduler(const Config& c, const Tokenizer& t, Desk& d, const EngineO
 }
 Scheduler::~Scheduler() = default;
 
+bool Scheduler::busy() const {
+    return !running.empty() || !waiting.empty() || !under_way.empty() || (disk && disk->reading);
+}
+
 void Scheduler::run(ThreadPace& pace) {
-    for (;;) {
+    for (bool unsaved = false;;) {
+        bool idle;
         {
             std::unique_lock lock(desk.mutex);
             auto called = [&] { return !window.inbox.empty() || !window.handed.empty() || busy(); };
-            desk.news.wait(lock, [&] { return desk.closed || called(); });
-            if (!called()) return;
+            auto woken = [&] { return desk.closed || called(); };
+            if (unsaved) desk.news.wait_for(lock, std::chrono::milliseconds(1), woken); // until a buffer is free
+            else desk.news.wait(lock, woken);
+            idle = !called();
+            if (idle && desk.closed) break;
         }
-        pace.begin();
-        step();
-        pace.end();
+        if (idle) {
+            unsaved = save_pages();
+            continue;
+        }
+        auto only_reads = [&] { return disk && disk->reading && running.empty(); };
+        const bool paced = !only_reads(); // the pace is that of computing threads
+        if (paced) pace.begin();
+        unsaved = step();
+        if (paced) pace.end();
+        if (only_reads()) disk->wait();
     }
+    for (const double end = seconds() + DiskPages::LAST; save_pages() && seconds() < end;) usleep(500);
 }
 
-void Scheduler::step() {
+bool Scheduler::step() {
     take_jobs();
+    read_pages();
     Step next = plan_step();
     if (!next.token.empty()) {
         const double begun = seconds();
@@ -49,6 +69,7 @@ void Scheduler::step() {
     if (ahead && under_way.back().masked) draw_masked(under_way.back());
     tell();
     deliver();
+    return save_pages();
 }
 
 bool Scheduler::hand_over() {

@@ -2,6 +2,7 @@
 //
 //   scheduler.cpp    a step, and the figures            lines.cpp       waiting jobs, turns, preemption
 //   plan.cpp         the rows of a step                 admit.cpp       slots, pages, the prefix cache
+//   disk_prefix.cpp  prompts' pages from the disk and to it
 //   proposals.cpp    tokens of prompt lookup            forced.cpp      forms: masks, and forced tokens
 //   draw.cpp         sampling on the CPU                hand_out.cpp    delivers sampled tokens
 #pragma once
@@ -11,6 +12,7 @@
 #include "model/tokenizer.h"
 #include "qwen3.cu"
 #include "server/engine/desk.h"
+#include "server/engine/disk_pages.h"
 #include "server/engine/engine_options.h"
 #include "server/engine/figures.h"
 #include "server/engine/pace.h"
@@ -34,6 +36,8 @@ struct Allowed {
     bool operator<(const Allowed& o) const { return std::tie(mask, also) < std::tie(o.mask, o.also); }
 };
 
+struct DiskPrefix; // disk_prefix.h
+
 // An engine without its computation. One thread calls run() or step(); all others use the Desk.
 struct Scheduler {
     Context ctx;
@@ -53,7 +57,8 @@ struct Scheduler {
 
     // One step: takes new jobs, computes, hands out tokens. On a GPU these are the tokens of the previous step: the GPU
     // computes this one while the host processes them.
-    void step();
+    // Returns whether pages for the disk are left.
+    bool step();
 
     // After a fault of this engine: moves all unfinished jobs to other engines, as if preempted here. False: there is
     // no other engine. (With adapters there is none: they are on one GPU.)
@@ -65,6 +70,10 @@ struct Scheduler {
     virtual void collect(Step& s) = 0;     // ... fetches the sampled tokens, if compute did not wait
     virtual void draw_masked(Step& s) = 0; // the draws that `compute` left out
     virtual void describe_to_gpu(Sequence& q) = 0;
+    virtual size_t page_bytes() const = 0;
+    // Copies a page's keys and values to `bytes` (out) or from there. `then` is called when that is done, perhaps later
+    // and by another thread.
+    virtual void copy_page(int page, uint8_t* bytes, bool out, std::function<void()> then) = 0;
 
     Figures figures;
     int pages = 0, max_rows, max_pages;
@@ -88,7 +97,9 @@ struct Scheduler {
     double prompts_took = 0;                 // s of steps that were not `alone`, since then
     int expected = -1;                       // the proposed id for the token in flight, or -1
 
-    bool busy() const { return !running.empty() || !waiting.empty() || !under_way.empty(); }
+    std::unique_ptr<DiskPrefix> disk;        // null: no cache on disk
+
+    bool busy() const;
     size_t max_draws() const { return (size_t)std::max(options.max_seqs, options.lookup + 1); }
     // Rows that go through the head at once: more where few answers run, since a prompt has many targets.
     size_t max_logits() const { return std::max<size_t>(max_draws(), 64); }
@@ -168,6 +179,24 @@ struct Scheduler {
 
     // Whether running prompts are computing log-probabilities that q could share: a question's answers begin alike.
     bool awaits_pages(const Sequence& q) const;
+
+    // ---- The prefix cache on disk
+    void open_disk();
+
+    // Whether q has to wait for pages that come from the disk; may begin to read them. Pages are restored under their
+    // names, so that admit() finds them as if they had never left. One prompt's pages are read at a time; prompts that
+    // need none of them do not wait.
+    bool awaits_disk(Sequence& q);
+
+    // Restores the pages that have come.
+    void read_pages();
+
+    // Sends pages of prompts to the disk: those that a second prompt began with always, the others if nothing else is
+    // to do. (So a server under load writes only pages that are worth it.) True: some are left.
+    bool save_pages();
+    void find_keys(Sequence& q) const;
+    void may_save(Sequence& q); // its last named page
+    void used_pages(Sequence& q, size_t found); // that were in memory
 
     void give_back_pages(Sequence& q) { // last page first: a page is useless without those before it
         for (; !q.pages.empty(); q.pages.pop_back()) pool.release(q.pages.back());

@@ -26,6 +26,9 @@ struct Sequence {
     size_t computed = 0, pending = 0;
     size_t known = 0;          // named pages
     uint64_t chain = 0;        // the name of the last of these
+    std::vector<Digest> keys{}; // of its prompt's whole pages on disk, once they are needed
+    enum { NOT, COUNTED, DONE } looked = NOT; // for them;
+    size_t read = 0;           // ... so many tokens came from there
     int slot = -1;             // row of the block table
     uint64_t admission = 0;    // counts all admissions: tokens sampled before a preemption are void
     size_t resumed = 0;        // tokens answered at that time

@@ -277,6 +277,7 @@ void Exchange::log() const {
     if (answer) {
         w.field("id", answer->id).field("model", answer->model).field("prompt_tokens", answer->prompt_tokens);
         w.field("cached_tokens", answer->cached());
+        if (server.service.disk) w.field("disk_tokens", answer->read());
         w.field("completion_tokens", answer->count()).field("complete", answer->complete());
         answer->log(w);
         if (first_token > 0) w.field("first_token_seconds", first_token - start);

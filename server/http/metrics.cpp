@@ -1,4 +1,5 @@
 // metrics.cpp: vLLM's names; for HTTP, those of the instrumentation that it uses.
+#include "server/engine/disk_pages.h"
 #include "server/http/exchange.h"
 #include "server/http/log.h"
 #include <ctime>
@@ -31,6 +32,17 @@ std::string Exchange::metrics() {
     one("forced_tokens_total", "counter", (double)f.forced);
     one("prefix_cache_queries_total", "counter", (double)f.looked_up);
     one("prefix_cache_hits_total", "counter", (double)f.found);
+    if (server.ready && server.service.disk) {
+        const DiskPages::Counts c = server.service.disk->counts();
+        one("external_prefix_cache_queries_total", "counter", (double)f.disk_looked_up);
+        one("external_prefix_cache_hits_total", "counter", (double)f.disk_found);
+        one("disk_cache_bytes", "gauge", (double)c.bytes);
+        one("disk_cache_pages", "gauge", (double)c.pages);
+        one("disk_cache_read_bytes_total", "counter", (double)c.read);
+        one("disk_cache_written_bytes_total", "counter", (double)c.written);
+        one("disk_cache_removed_pages_total", "counter", (double)c.removed);
+        one("disk_cache_damaged_pages_total", "counter", (double)c.damaged);
+    }
     one("request_success_total", "counter", (double)f.stopped, ",finished_reason=\"stop\"");
     one("request_success_total", "counter", (double)f.cut, ",finished_reason=\"length\"");
     one("request_success_total", "counter", (double)f.cancelled, ",finished_reason=\"abort\"");

@@ -10,6 +10,7 @@
 #include "model/quantize.h"
 #include "model/write.h"
 #include "server/api/service.h"
+#include "server/engine/disk_pages.h"
 #include "server/engine/gpu_step.h"
 #include "server/engine/mixed.h"
 #include "tests/adapters.h"
@@ -229,6 +230,117 @@ TEST_CASE("FP8 keys and values: an answer alone is a Session's with them; with `
                 CHECK(text_of(jobs[i]) == text_of(one[0]));
             }
         }
+    }
+}
+
+// One answer after the other by an engine with a cache on disk. Returns what each reply says, and where its prompt was.
+struct FromDisk {
+    std::string text;
+    std::vector<float> logprobs;
+    size_t cached, read;
+};
+static std::vector<FromDisk> answers(DiskPages& disk, EngineOptions options, const std::vector<Job>& jobs, size_t pages) {
+    options.disk = &disk;
+    Bench bench(options);
+    std::vector<FromDisk> all;
+    for (Job job : again(jobs)) {
+        REQUIRE(bench.desk.submit({job}));
+        for (const double end = seconds() + 60; job.reply->left && seconds() < end;) bench.engine.step();
+        REQUIRE(job.reply->left == 0);
+        const Piece& last = job.reply->pieces.back();
+        all.push_back({text_of(job), {}, last.cached, last.read});
+        for (auto& piece : job.reply->pieces)
+            for (auto& token : piece.tokens) {
+                all.back().logprobs.push_back(token.logprob);
+                for (auto& other : token.top) all.back().logprobs.push_back(other.logprob);
+            }
+    }
+    for (const double end = seconds() + 60; disk.counts().pages < pages && seconds() < end;) bench.engine.step();
+    CHECK(disk.counts().pages == pages);
+    CHECK(bench.desk.figures->pages_used == 0);
+    return all;
+}
+
+TEST_CASE("pages on disk: a restarted engine answers to the bit as one that has them in memory") {
+    struct Restore { ~Restore() { where.kv_fp8 = false; } } restore;
+    for (bool fp8 : {false, true}) {
+        on_gpu(false);
+        where.kv_fp8 = fp8;
+        INFO("FP8 " << fp8);
+        Scratch scratch;
+        Random random{31};
+        std::vector<Job> jobs;
+        for (int i = 0; i < 8; i++) { // the second half asks the first half's questions again
+            Job job = i < 4 ? random_job(random, 256) : jobs[(size_t)i - 4];
+            for (int k = 0; i < 4 && k < 330; k++) job.prompt.push_back((k * (i + 3)) % 300);
+            job.prompt.resize(330);
+            job.alternatives = 3, job.max_tokens = 60, job.how.repeat = 1, job.how.presence = job.how.frequency = 0;
+            jobs.push_back(job);
+        }
+        const EngineOptions options = {512, 4, 256, 256, 4'000'000};
+        std::vector<FromDisk> first, second;
+        auto lines = [](auto& line) { FAIL(line); };
+        {
+            DiskPages disk(scratch.path.string(), 1 << 30, "m", {}, lines);
+            first = answers(disk, options, jobs, 80);
+        }
+        DiskPages disk(scratch.path.string(), 1 << 30, "m", {}, lines);
+        second = answers(disk, options, {jobs.begin(), jobs.begin() + 4}, 80);
+        for (size_t i = 0; i < 4; i++) {
+            INFO("prompt " << i);
+            CHECK(first[i].cached == 0);
+            CHECK(first[i + 4].cached == 320);
+            CHECK(first[i + 4].read == 0);
+            CHECK(second[i].cached == 320);
+            CHECK(second[i].read == 320);
+            CHECK(second[i].text == first[i + 4].text);
+            CHECK(second[i].logprobs.size() >= 4);
+            CHECK(second[i].logprobs == first[i + 4].logprobs);
+        }
+        CHECK(disk.counts().written == 0);
+    }
+}
+
+TEST_CASE("with `invariant`: few pages of memory, many prompts, pages that come and go by the disk: no answer depends on it") {
+    on_gpu(true);
+    Scratch scratch;
+    Random random{32};
+    std::vector<Job> jobs;
+    for (int i = 0; i < 60; i++) {
+        Job job = random_job(random, 256);
+        const int start = random.below(4);
+        std::vector<int> prompt;
+        for (int k = 0; k < 100; k++) prompt.push_back((k * (start + 2) + start) % 300);
+        job.prompt.resize(std::min<size_t>(job.prompt.size(), 50));
+        prompt.insert(prompt.end(), job.prompt.begin(), job.prompt.end());
+        job.prompt = prompt, job.max_tokens = std::min<size_t>(job.max_tokens, 100);
+        jobs.push_back(job);
+    }
+    std::vector<std::string> alone;
+    for (auto& job : jobs) {
+        Bench bench({256, 1, 256, 256, 4'000'000});
+        const std::vector<Job> one = again({job});
+        run_all(bench, random, one);
+        alone.push_back(text_of(one[0]));
+    }
+    DiskPages disk(scratch.path.string(), 1 << 30, "m", {}, [](auto& line) { FAIL(line); });
+    for (auto [max_seqs, chunk, pages] : {std::tuple{8, 64, 24}, {24, 7, 40}, {7, 200, 18}}) {
+        const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
+        INFO(kind);
+        EngineOptions options = {256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()};
+        options.disk = &disk;
+        Bench bench(options);
+        const std::vector<Job> all = again(jobs);
+        size_t next = 0;
+        for (const double end = seconds() + 120; seconds() < end;) {
+            if (next < all.size() && random.below(3) == 0) REQUIRE(bench.desk.submit({all[next++]}));
+            bench.engine.step();
+            if (next == all.size() && bench.desk.inside == 0) break;
+        }
+        CHECK(bench.desk.inside == 0);
+        for (size_t i = 0; i < all.size(); i++) CHECK(text_of(all[i]) == alone[i]);
+        MESSAGE(kind << ": " << bench.desk.figures->disk_found << " tokens from the disk, preempted " << bench.desk.figures->preempted);
+        CHECK(bench.desk.figures->disk_found > 0);
     }
 }
 

@@ -9,6 +9,7 @@
 #include "server/api/request.h"
 #include "server/api/service.h"
 #include "server/engine/budget.h"
+#include "server/engine/disk_pages.h"
 #include "server/engine/pace.h"
 #include "server/engine/pages.h"
 #include "server/engine/router.h"
@@ -2676,6 +2677,57 @@ TEST_CASE("--gpus 2 on the CPU: two engines behind one port, with the answers of
     CHECK(Http(one.port).call("GET", "/metrics").body.find("engine=") == std::string::npos);
     CHECK(two.stop().err.find("2 x cpu") != std::string::npos);
     check_refusal(Process(PROGRAM, Serving::with({"-d", "cpu", "--gpus", "2", "--allow-adapter-loading"})).wait(), "serve", "--gpus 2: adapters by name are for one GPU");
+}
+
+TEST_CASE("--cache-dir: a restart finds prompts, each key its own; the answers, the log and the figures say so") {
+    Scratch s;
+    write_file(s / "keys", "alpha one\nbeta two\n");
+    const std::string body = question(many(300, "a page"), "\"max_tokens\": 20, \"temperature\": 0");
+    const Strings options = {"--api-key-file", s / "keys", "--cache-dir", s / "pages/of/tiny", "--cache-size", "1GB"};
+    std::string text;
+    double prompt = 0, pages = 0;
+    for (int round = 0; round < 3; round++) { // the third: another server has the folder meanwhile
+        std::unique_ptr<DiskPages> another;
+        if (round == 2) another = std::make_unique<DiskPages>(s / "pages/of/tiny", 1 << 30, "", Strings{}, [](auto&) {});
+        Serving server(options);
+        auto ask = [&](const char* key) {
+            const HttpReply r = server.post("/v1/chat/completions", body, format("Authorization: Bearer %s\r\n", key));
+            if (text.empty()) text = content(r);
+            CHECK(content(r) == text);
+            const Json j(r.body);
+            prompt = j["usage"]["prompt_tokens"].number();
+            return j["usage"]["prompt_tokens_details"]["cached_tokens"].number();
+        };
+        const double cached = ask("alpha");
+        if (round == 0) CHECK(cached == 0);
+        else CHECK((cached > prompt - 17 && cached < prompt));
+        CHECK(ask("alpha") > prompt - 17);
+        CHECK(server.metric("external_prefix_cache_hits_total") == (round ? cached : 0));
+        CHECK(server.metric("external_prefix_cache_queries_total") == (round ? cached : floor((prompt - 1) / 16) * 16));
+        if (round == 1) CHECK(ask("beta") == 0);
+        CHECK((server.metric("disk_cache_read_bytes_total") > 0) == (round > 0));
+        if (round == 1) pages = server.metric("disk_cache_pages");
+        const Result r = server.stop(); // writes the rest
+        CHECK(r.out.find(format("\"disk_tokens\": %.0f", round ? cached : 0)) != std::string::npos);
+        CHECK(r.err.find("of 1 GB\n") != std::string::npos);
+        CHECK((r.err.find("another server has this cache: no pages are written") != std::string::npos) == (round == 2));
+        CHECK(r.err.find("alpha") == std::string::npos);
+    }
+    CHECK(pages >= floor(prompt / 16));
+    // A second server that goes on without the folder.
+    Serving server(options);
+    fs::remove_all(s / "pages");
+    CHECK(content(server.post("/v1/chat/completions", body, "Authorization: Bearer beta\r\n")) == text);
+    const std::string err = server.stop().err;
+    CHECK(err.find("tiny: No such file or directory: its pages are computed again\n") != std::string::npos);
+    CHECK(err.find("tiny: No such file or directory: no pages are written\n") != std::string::npos);
+
+    auto refused = [](const Strings& more, const std::string& word) {
+        check_refusal(Process(PROGRAM, Serving::with(more)).wait(), "serve", word);
+    };
+    refused({"--cache-size", "5"}, "--cache-size is for --cache-dir");
+    refused({"--cache-dir", s / "x", "--cache-size", "5TB"}, "--cache-size: 5TB is not a number");
+    refused({"--cache-dir", s / "keys"}, "keys: not a folder");
 }
 
 TEST_CASE("a batch answers as the server does, in order, with errors in their places") {
