@@ -16,9 +16,11 @@
    One layer. x is the residual stream; the second line begins with the x of the first:
      x (N,C) -> rmsnorm (N,C) -> q (N,HD), k, v (N,KD) -> head norms, RoPE -> attention (N,HD) -> o (N,C) -> + x
      x (N,C) -> rmsnorm (N,C) -> gate, up (N,F)        -> silu(gate) * up (N,F)         -> down (N,C)     -> + x
+   A mixture of experts has E such MLPs of M in place of one of F; a router chooses k of them for each token.
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
                F feed-forward size   V rows of the vocabulary   L layers   B sequences   G = H / K query heads a KV head
+               E experts of a layer (number e), k of them for a token, M the feed-forward size of one
                n a token (row)   i a column   r a row of W   h a head   m a key's position; of an Adapter: its modules
                (N,C) is a row-major array of N rows of C numbers. W has shape (out, in): y = W x for one token, and
                y = x W^T for the rows of x together. The head is the last product; a head is one of attention's.
@@ -417,6 +419,73 @@ void attend(T* out,                     // (N,HD) out
     attention(out, lse, q, cache, b, shape);
 }
 
+// ---- Experts: an MLP of which each token uses k of E.     (Fedus et al., "Switch transformers", 2021)
+template <class T> struct Expert { Linear<T> gate_up, down; }; // (2M, C), (C, M)
+
+// The experts of N tokens. Token n and its j-th expert are pair n k + j.
+template <class T> struct Routed {
+    acc<T>* p;     // (N,E) softmax of the router's scores
+    int* expert;   // (N,k) of each pair, ascending for a token; -1: a spare row has none
+    acc<T>* share; // (N,k) the expert's factor in the token's sum
+    int* first;    // (E + 1) the pairs of expert e are pair[first[e]] .. pair[first[e + 1] - 1], in order of token
+    int* pair;     // (N k)
+};
+
+// ---- route: p[n] = softmax(W x[n]); n's experts are the k of the largest p (of equal ones the first); share = p, or p
+// divided by the sum of the k.
+template <class T>
+void route(const Routed<T>& out,
+           const T* x,         // (N,C)
+           const Linear<T>& W, // (E,C)
+           const Batch& b, int k, bool normed) {
+    const int E = W.out();
+    product(W, x, b.N, [&](int n, int e, acc<T> y) { out.p[(size_t)n * E + e] = y; });
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < b.N; n++) {
+        acc<T> *p = out.p + (size_t)n * E, *share = out.share + (size_t)n * k, all = 0, sum = 0;
+        int *expert = out.expert + (size_t)n * k, chosen = 0;
+        const acc<T> top = *std::max_element(p, p + E);
+        for (int e = 0; e < E; e++) all += p[e] = std::exp(p[e] - top);
+        for (int e = 0; e < E; e++) p[e] /= all;
+        for (int e = 0; e < E && chosen < k; e++) {
+            int ahead = 0; // experts that are chosen before e
+            for (int f = 0; f < E; f++) ahead += p[f] > p[e] || (p[f] == p[e] && f < e);
+            if (ahead < k) sum += share[chosen] = p[e], expert[chosen++] = b.seq[n] < 0 ? -1 : e;
+        }
+        for (int j = 0; j < k && normed; j++) share[j] /= sum;
+    }
+    int at = 0;
+    for (int e = 0; e < E; e++) {
+        out.first[e] = at;
+        for (int i = 0; i < b.N * k; i++)
+            if (out.expert[i] == e) out.pair[at++] = i;
+    }
+    out.first[E] = at;
+}
+
+// ---- expert_mlp: out[n] = residual[n] + sum_j share[n][j] down_e(swiglu(gate_up_e(x[n]))), e = expert[n][j]. Rows of
+// gate_up and hidden are in the order of `pair`, so an expert's are adjacent. A token's sum has the order of its
+// experts' numbers, whatever else is in the batch; out may be residual.
+template <class T>
+void expert_mlp(acc<T>* out,            // (N,C) out
+                T* gate_up,             // (N k, 2M) out
+                T* hidden,              // (N k, M) out
+                T* rows,                // (N,C) scratch: the x of one expert
+                const acc<T>* residual, // (N,C)
+                const T* x,             // (N,C)
+                const std::vector<Expert<T>>& experts, const Routed<T>& to, int N, int k) {
+    const size_t C = experts[0].gate_up.in, M = experts[0].down.in;
+    if (out != residual) std::copy_n(residual, N * C, out);
+    for (size_t e = 0; e < experts.size(); e++) {
+        const int first = to.first[e], n = to.first[e + 1] - first, *pair = to.pair + first;
+        for (int i = 0; i < n; i++) std::copy_n(x + pair[i] / k * C, C, rows + i * C);
+        linear(gate_up + first * 2 * M, rows, experts[e].gate_up, n);
+        swiglu(hidden + first * M, gate_up + first * 2 * M, n, (int)M);
+        adapted_product(experts[e].down, hidden + first * M, n,
+                        [=](int i, int r, acc<T> y) { out[pair[i] / k * C + r] += to.share[pair[i]] * y; });
+    }
+}
+
 // =========================================================================================================== 4 forward
 
 // Shapes and weights. model/model_file.h and model/weights.h read them from files.
@@ -427,7 +496,19 @@ struct Config {
     bool tied;                   // the head's matrix is the embedding's
     std::vector<int> end_tokens; // any of them ends an answer
     RopeScaling rope_scaling = {};
+    int E = 0, k = 0, M = 0;     // mixture of experts: how many, how many a token, their feed-forward size; E = 0: none
+    bool normed_shares = false;  // the shares of a token's experts add up to 1
+    int sparse_step = 1;         // the last of so many layers has experts, the others one MLP of F
+    std::vector<int> dense_layers = {}; // these have one MLP, too
     HeadShape heads() const { return {H, K, D, eps}; }
+    bool sparse(int l) const {
+        return E > 0 && (l + 1) % sparse_step == 0 && !std::count(dense_layers.begin(), dense_layers.end(), l);
+    }
+    int width() const { // numbers of a token in the MLPs, at most
+        int most = 0;
+        for (int l = 0; l < L; l++) most = std::max(most, sparse(l) ? k * M : F);
+        return most;
+    }
 };
 
 template <class T> struct Layer {
@@ -435,6 +516,8 @@ template <class T> struct Layer {
     const T *q_norm, *k_norm;    // (D)
     Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
     Linear<T> gate_up, down;     // (2F, C), (C, F)
+    Linear<T> router;            // (E, C), in place of gate_up and down
+    std::vector<Expert<T>> experts;
     HeadNorms<T> norms(const acc<T>* rope) const { return {q_norm, k_norm, rope}; }
 };
 
@@ -469,9 +552,11 @@ template <class T> struct Activations {
         acc<T>* lse = nullptr; // (N,H) of attention, for training
         acc<T>* mid;   // (N,C) residual stream between attention and MLP
         T* norm2;      // (N,C)
-        T* gate_up;    // (N,2F)
-        T* hidden;     // (N,F)
+        T* gate_up;    // (N,2F); of experts (N k, 2M)
+        T* hidden;     // (N,F); of experts (N k, M)
         acc<T>* out;   // (N,C) residual stream at its exit
+        Routed<T> routed = {};
+        T* rows = nullptr;     // (N,C) scratch of expert_mlp
     };
     std::vector<PerLayer> layer;
     T* normed; // (N,C) after the final norm
@@ -510,6 +595,21 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
         op(__VA_ARGS__); \
     } while (0)
 
+// The layer's MLP, or its experts: s.mid to s.out.
+template <class T>
+void mlp_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
+                 typename Activations<T>::PerLayer& s) {
+    const int N = b.N;
+    if (layer.experts.empty()) {
+        RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
+        RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
+        return;
+    }
+    RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
+    RUN(route, s.routed, s.norm2, layer.router, b, c.k, c.normed_shares);
+    RUN(expert_mlp, s.out, s.gate_up, s.hidden, s.rows, s.mid, s.norm2, layer.experts, s.routed, N, c.k);
+}
+
 // One layer: s.in to s.out.
 template <class T>
 void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
@@ -518,8 +618,7 @@ void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const B
     RUN(norm_linear, s.qkv, s.norm1, s.in, layer.norm1, layer.qkv, N, c.eps);
     RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, layer.norms(rope), b, c.heads());
     RUN(linear_add, s.mid, s.in, s.attention, layer.o, N);
-    RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
-    RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
+    mlp_forward(ctx, c, layer, b, s);
 }
 
 // From tokens to vectors, the final norm included: a.normed (N,C). The keys and values of the batch go to the cache.

@@ -130,6 +130,10 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     constexpr size_t TEXT = 1 << 20; // bytes of a JSON text, at most
     auto mapped = [&](const std::string& p, size_t most) { return copied ? copy_of_file(p, most) : MappedFile(p); };
     config = parse_adapter_config(text, mapped(text, TEXT).text(), c.L);
+    for (int m = GATE_PROJ; c.E && m <= DOWN_PROJ; m++)
+        if (config.targets[m])
+            DIE("%s: target_modules has %s; adapters of experts are not supported", text.c_str(),
+                module_name(m).c_str());
     map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
     read_safetensors(map, tensors, metadata);
     starters = read_starters(map.path, metadata);

@@ -275,6 +275,7 @@ static void add_tokenizer(GgufPairs& h, const ModelFile& file, const Tokenizer& 
 }
 
 GgufWritten write_gguf(const ModelFile& file, const Tokenizer& tokenizer, const std::string& path) {
+    if (file.config.E) DIE("%s: a mixture of experts is not written as GGUF", file.path.c_str());
     const Tensors from = readable_tensors(file);
     GgufWritten written;
     GgufLosses losses;
@@ -324,7 +325,7 @@ GgufWritten write_gguf_adapter(const AdapterFile& adapter, const Config& c, cons
                                [&t](OutputFile& out) { out.write(t.data, t.bytes); }});
         }
     GgufPairs h;
-    h.text("general.architecture", "qwen3");
+    h.text("general.architecture", c.E ? "qwen3moe" : "qwen3");
     h.text("general.type", "adapter");
     h.text("general.name", name_of(adapter.path));
     h.text("adapter.type", "lora");

@@ -78,6 +78,7 @@ Context open_gpu(int device) {
 
 void check_gpu(const std::string& name, const Config& c, bool logits) {
     const char* n = name.c_str();
+    if (c.E) DIE("%s: a mixture of experts runs on the CPU only (--device cpu)", n);
     if (c.D != 64 && c.D != 128)
         DIE("%s: the GPU's kernels are for heads of 64 and 128, not %d (--device cpu)", n, c.D);
     if (c.H / c.K > 128)

@@ -5,6 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+template <class T> static Routed<T> plan_routed(Arena& arena, const Config& c, int N) {
+    if (!c.E) return {};
+    const size_t pairs = (size_t)N * c.k;
+    return {arena.take<acc<T>>((size_t)N * c.E), arena.take<int>(pairs), arena.take<acc<T>>(pairs),
+            arena.take<int>((size_t)c.E + 1), arena.take<int>(pairs)};
+}
+
 template <class T>
 void Activations<T>::plan(Arena& arena, const Config& c, int N, bool gate_up) {
     PerLayer a;
@@ -13,8 +20,10 @@ void Activations<T>::plan(Arena& arena, const Config& c, int N, bool gate_up) {
     a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
     a.q = arena.take<T>((size_t)N * c.H * c.D);
     a.attention = arena.take<T>((size_t)N * c.H * c.D);
-    a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.F) : nullptr;
-    a.hidden = arena.take<T>((size_t)N * c.F);
+    a.gate_up = gate_up ? arena.take<T>((size_t)N * 2 * c.width()) : nullptr;
+    a.hidden = arena.take<T>((size_t)N * c.width());
+    a.routed = plan_routed<T>(arena, c, N);
+    if (c.E) a.rows = arena.take<T>((size_t)N * c.C);
     layer.assign(c.L, a);
 }
 
@@ -27,7 +36,7 @@ void Activations<T>::plan_training(Arena& arena, const Config& c, int N, bool wh
     PerLayer a;
     auto take_ample = [&] {
         a.q = arena.take<T>((size_t)N * c.H * c.D);
-        a.hidden = arena.take<T>((size_t)N * c.F);
+        a.hidden = arena.take<T>((size_t)N * c.width());
     };
     auto rest = [&] {
         if (ample) take_ample();
@@ -35,9 +44,11 @@ void Activations<T>::plan_training(Arena& arena, const Config& c, int N, bool wh
         a.attention = arena.take<T>((size_t)N * c.H * c.D);
         a.lse = arena.take<acc<T>>((size_t)N * c.H);
         a.mid = arena.take<acc<T>>((size_t)N * c.C);
-        a.gate_up = arena.take<T>((size_t)N * 2 * c.F);
+        a.gate_up = arena.take<T>((size_t)N * 2 * c.width());
+        a.routed = plan_routed<T>(arena, c, N);
     };
     a.norm1 = a.norm2 = arena.take<T>((size_t)N * c.C);
+    if (c.E) a.rows = arena.take<T>((size_t)N * c.C);
     normed = arena.take<T>((size_t)N * c.C);
     if (!ample) take_ample();
     if (recompute) rest();

@@ -29,6 +29,7 @@ template <class T> struct MixedLayer {
         norm_product(s.qkv, s.norm1, s.in, base.norm1, &Layer<T>::qkv);
         RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, base.norms(rope), b, c.heads());
         add_product(s.mid, s.in, s.attention, &Layer<T>::o);
+        if (!base.experts.empty()) return mlp_forward(ctx, c, base, b, s); // (adapters are of attention)
         swiglu_product(s.hidden, s.gate_up, s.norm2, s.mid, base.norm2, &Layer<T>::gate_up);
         add_product(s.out, s.mid, s.hidden, &Layer<T>::down);
     }
