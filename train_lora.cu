@@ -163,7 +163,6 @@ static int run(int argc, char** argv) {
     if (o.help) return 0;
     o.use_threads();
     const ModelFile file = open_model(o);
-    if (file.config.E) DIE("%s: a mixture of experts is not trained", file.path.c_str());
     if (o.full && (file.is_int8() || file.is_quantized()))
         DIE("%s: --full: quantised weights cannot be trained, only adapters on them (qwen3 --convert makes bf16)",
             o.model.c_str());

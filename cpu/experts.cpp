@@ -61,11 +61,12 @@ void expert_mlp_cpu(Context& ctx, acc<T>* out, T* gate_up, T* hidden, T* rows, c
         const size_t first = to.first[e];
         const int n = to.first[e + 1] - to.first[e], *pair = to.pair + first;
         if (n == 0) continue;
+        const PairsProduct<T> up(experts[e].gate_up, pair, n, k), down(experts[e].down, pair, n, k);
         for (int i = 0; i < n; i++) std::copy_n(x + pair[i] / k * C, C, rows + i * C);
-        linear_cpu(ctx, gate_up + first * 2 * M, rows, experts[e].gate_up, n);
+        linear_cpu(ctx, gate_up + first * 2 * M, rows, up.W, n);
         swiglu_cpu(ctx, hidden + first * M, gate_up + first * 2 * M, n, (int)M);
         std::fill_n(y, n * C, (acc<T>)0);
-        linear_add_cpu(ctx, y, y, hidden + first * M, experts[e].down, n);
+        linear_add_cpu(ctx, y, y, hidden + first * M, down.W, n);
         #pragma omp parallel for schedule(static) if (n * C > 20000)
         for (int i = 0; i < n; i++) {
             acc<T>* row = out + pair[i] / k * C;

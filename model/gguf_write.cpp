@@ -320,7 +320,8 @@ GgufWritten write_gguf_adapter(const AdapterFile& adapter, const Config& c, cons
     std::vector<OutGgufTensor> tensors;
     for (const ModelTensor& m : targeted(c, adapter.config))
         for (const char matrix : {'A', 'B'}) {
-            const Tensor& t = adapter.tensors.at(adapter_tensor(m.layer, m.kind, matrix));
+            if (m.expert >= 0) DIE("%s: an adapter of experts is not written as GGUF", adapter.path.c_str());
+            const Tensor& t = adapter.tensors.at(adapter_tensor(m, matrix));
             tensors.push_back({gguf_name(m) + (matrix == 'A' ? ".lora_a" : ".lora_b"), t.dtype, t.shape,
                                [&t](OutputFile& out) { out.write(t.data, t.bytes); }});
         }

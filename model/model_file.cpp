@@ -105,6 +105,11 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     const sj::Value normed = j["norm_topk_prob"], dense = j["mlp_only_layers"];
     if (normed && !normed.is_bool()) refuse("norm_topk_prob", normed);
     c.normed_shares = normed.boolean(false);
+    const sj::Value scores = j["output_router_logits"], coefficient = j["router_aux_loss_coef"];
+    if (scores && !scores.is_bool() && !scores.is(sj::Null)) refuse("output_router_logits", scores);
+    if (coefficient && !(coefficient.number() >= 0 && coefficient.number() < 1e6))
+        refuse("router_aux_loss_coef", coefficient);
+    if (scores.boolean(false)) c.balance = (float)(coefficient ? coefficient.number() : 0.001); // transformers' default
     if (dense && !dense.is(sj::Array) && !dense.is(sj::Null)) refuse("mlp_only_layers", dense);
     for (sj::Value v : dense.items()) {
         int64_t l = 0;
