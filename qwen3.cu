@@ -1217,7 +1217,8 @@ void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<
         if (b.rank) RUN(lora_down, b.h, s.rows, up.W, n);
         RUN(linear_backward_input, d.normed, d.h, grads.gate_up.B, d.gate_up, up.W, n);
         if (b.rank) RUN(lora_backward_weight, grads.gate_up.A, d.h, s.rows, up.W, n);
-        if (grads.gate_up.W) RUN(linear_backward_weight, grads.gate_up.W, d.gate_up, 2 * M, s.rows, n, 2 * (int)M, (int)C);
+        if (grads.gate_up.W)
+            RUN(linear_backward_weight, grads.gate_up.W, d.gate_up, 2 * M, s.rows, n, 2 * (int)M, (int)C);
         for (int i = 0; i < n; i++)
             for (size_t c = 0; c < C; c++) d.sum[pair[i] / k * C + c] += to_acc(d.normed[i * C + c]);
     }

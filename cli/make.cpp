@@ -45,7 +45,8 @@ static std::pair<std::string, std::string> texts_of(const std::string& shape) {
                                  R"("rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, )"
                                  R"("torch_dtype": "bfloat16", "vocab_size": 151936})",
                                  s.E ? "Moe" : "", s.C, s.F, s.E ? "qwen3_moe" : "qwen3",
-                                 s.E ? of_experts(s.E, s.k, s.M).c_str() : "", s.H, s.L, s.K, s.tied ? "true" : "false");
+                                 s.E ? of_experts(s.E, s.k, s.M).c_str() : "", s.H, s.L, s.K,
+                                 s.tied ? "true" : "false");
     if (!config_text.empty()) return {config_text, generation_text};
     if (shape.size() < 6 || shape.compare(shape.size() - 5, 5, ".json") != 0)
         DIE("--synthesize %s: 0.6B, 1.7B, 4B, 8B, 14B, 32B, 30B-A3B, 1B-A0.3B or a config.json", shape.c_str());

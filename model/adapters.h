@@ -21,7 +21,9 @@ inline std::string module_name(int m) { return strchr(TENSOR_NAMES[m], '.') + 1;
 
 // A module's number, which names its dropout masks, and back: layer, kind, expert (or -1).
 struct ModuleOf { int layer, kind, expert; };
-inline int module_number(const ModuleOf& m, int layers) { return ((m.expert + 1) * layers + m.layer) * MODULES + m.kind; }
+inline int module_number(const ModuleOf& m, int layers) {
+    return ((m.expert + 1) * layers + m.layer) * MODULES + m.kind;
+}
 inline ModuleOf module_numbered(int number, int layers) {
     return {number / MODULES % layers, number % MODULES, number / (MODULES * layers) - 1};
 }
@@ -37,7 +39,9 @@ std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a);
 size_t adapter_parameters(const Config& c, const AdapterConfig& a);
 // PEFT's name of a module's A (rank, in) or B (out, rank).
 std::string adapter_tensor(const ModuleOf& m, char matrix);
-inline std::string adapter_tensor(int layer, int kind, char matrix) { return adapter_tensor({layer, kind, -1}, matrix); }
+inline std::string adapter_tensor(int layer, int kind, char matrix) {
+    return adapter_tensor({layer, kind, -1}, matrix);
+}
 inline std::string adapter_tensor(const ModelTensor& t, char matrix) {
     return adapter_tensor({t.layer, t.kind, t.expert}, matrix);
 }

@@ -48,7 +48,8 @@ template <int TILES, bool PAIR> struct ExpertStream<StreamArgs, TILES, PAIR> {
 __device__ inline void go_to(StreamArgs& p, const ExpertsArgs& of, int e) { // expert e's weights
     p.W = (const bf16*)((const uint8_t*)p.W + e * of.apart[0]);
 }
-template <class Stages> __device__ __forceinline__ void copy_expert_w(const Stages& stages, const StreamArgs&, int step) {
+template <class Stages>
+__device__ __forceinline__ void copy_expert_w(const Stages& stages, const StreamArgs&, int step) {
     stages.copy_w(step);
 }
 
@@ -116,7 +117,8 @@ void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pa
     const int steps = (p.in + Stream::STEP - 1) / Stream::STEP, places = most_places(pairs, of.E, STREAM_TOKENS);
     const int warps = std::min(Stream::WARPS, std::max(4, steps * TILES / Stream::IN_FLIGHT));
     p.steps = (steps + warps - 1) / warps;
-    const int resident = ctx.gpu->sms * (2 * Stream::WARPS / warps), blocks = std::min(groups, std::max(1, resident / places));
+    const int resident = ctx.gpu->sms * (2 * Stream::WARPS / warps);
+    const int blocks = std::min(groups, std::max(1, resident / places));
     launch(ctx, expert_stream_kernel<Weights, TILES, M, Epilogue>, dim3(blocks, places), warps * 32,
            2 * (size_t)warps * TILES * M * 64 * sizeof(float), p, of, epilogue);
 }
@@ -148,7 +150,8 @@ template <class S, bool PAIR> struct ExpertStages : TileStages<S, false, false, 
 };
 
 template <class S, class Weights, class Epilogue>
-__global__ void __launch_bounds__(S::THREADS, 1) expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
+__global__ void __launch_bounds__(S::THREADS, 1)
+expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     extern __shared__ __align__(128) uint4 memory[];
     let_next_start();
     wait_for_previous();
@@ -184,7 +187,8 @@ __global__ void __launch_bounds__(S::THREADS, 1) expert_tile_kernel(Weights weig
 template <class S, class Weights, class Epilogue>
 void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, Epilogue epilogue) {
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out, places = most_places(pairs, of.E, S::TOKENS);
-    if (places > 65535) DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
+    if (places > 65535)
+        DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
     launch(ctx, expert_tile_kernel<S, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places), S::THREADS,
            S::SHARED, p, of, epilogue);
 }
@@ -227,9 +231,10 @@ void expert_mlp_by(Context& ctx, float* out, bf16* hidden, float* y, const float
     ExpertsArgs of = {to.first, to.pair, E, k, true};
     product(&Expert<bf16>::gate_up, x, 0, M, of, ExpertSwiglu(hidden, M));
     of.by_token = false;
-    const int most = (int)std::min<size_t>(C, expert_scratch(N, C, k) / ((size_t)N * k) / 128 * 128);
+    const size_t columns = expert_scratch(N, C, k) / ((size_t)N * k);
+    const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
     for (int first = 0, n; first < C; first += n) {
-        n = C <= 128 ? C : std::min(most, C - first);
+        n = std::min(most, C - first);
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore(y, to.pair, n));
         launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
     }

@@ -1,5 +1,5 @@
-// model/experts.h: the small kernels of experts.cu: the choice of experts, their pairs, the rows of a block, the sum of a
-// token's experts. R is Routed<bf16>, or a test's. tests/unit/test_experts.cpp runs them by emulation,
+// model/experts.h: the small kernels of experts on a GPU: the choice of experts, their pairs, the rows of a block, the
+// sum of a token's experts. R is Routed<bf16>, or a test's. tests/unit/test_experts.cpp runs them by emulation,
 // tests/gpu/test_experts_gpu.cpp on a GPU.
 #pragma once
 #ifdef __CUDACC__

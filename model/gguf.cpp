@@ -137,7 +137,8 @@ void GgufFile::read_entry() {
     if (!type->count)
         fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, "
                           "Q4_K, Q5_K and Q6_K are read", type->name));
-    if (type->count > 1 && dimensions != 2 && dimensions != 3)
+    const bool stack = dimensions == 3 && t.name.find("_exps.") != t.name.npos; // the matrices of all experts
+    if (type->count > 1 && dimensions != 2 && !stack)
         fail(who + format(" has %u dimensions, blocks of %s are in matrices only", dimensions, type->name));
     if ((uint64_t)t.tensor.shape.back() % type->count)
         fail(who + format(" has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),

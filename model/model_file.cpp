@@ -231,7 +231,8 @@ uint64_t ModelFile::hash() const {
     const size_t samples = config.E ? 2 : 16; // of thousands of experts' tensors fewer
     auto add = [&](const Tensor& tensor) {
         const size_t sample = std::min(tensor.bytes, (size_t)256), step = samples - 1;
-        for (size_t i = 0; i < samples; i++) hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / step, sample, hash);
+        for (size_t i = 0; i < samples; i++)
+            hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / step, sample, hash);
     };
     for (auto& [name, tensor] : tensors) {
         hash = fnv1a(name.data(), name.size() + 1, hash);

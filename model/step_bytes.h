@@ -34,8 +34,12 @@ template <class T> size_t step_bytes(const Weights<T>& w, size_t chosen = 0) { /
     size_t n = weight_bytes(w.head);
     for (auto& l : w.layers) {
         n += weight_bytes(l.qkv) + weight_bytes(l.o);
-        if (l.experts.empty()) n += weight_bytes(l.gate_up) + weight_bytes(l.down);
-        else n += weight_bytes(l.router) + chosen * (weight_bytes(l.experts[0].gate_up) + weight_bytes(l.experts[0].down));
+        if (l.experts.empty()) {
+            n += weight_bytes(l.gate_up) + weight_bytes(l.down);
+            continue;
+        }
+        const Expert<T>& one = l.experts[0];
+        n += weight_bytes(l.router) + chosen * (weight_bytes(one.gate_up) + weight_bytes(one.down));
     }
     return n;
 }

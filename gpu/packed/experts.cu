@@ -1,5 +1,5 @@
-// gpu/packed/experts.cu: experts with packed weights. Up to 16 tokens: packed_kernel's loads in expert_stream_kernel. More:
-// expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
+// gpu/packed/experts.cu: experts with packed weights. Up to 16 tokens: packed_kernel's loads in expert_stream_kernel.
+// More: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
 #include "gpu/packed/few.h"
 #include "gpu/packed/unpack.h"
 #include "model/expert_products.h"
@@ -17,8 +17,9 @@ template <class F> __device__ inline void go_to(PackedExperts<F>& p, const Exper
     if (p.zero) p.zero += e * of.apart[2];
 }
 
-__device__ inline void store_shared(uint32_t shared, const uint4& v) { // PTX ISA: st.shared
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+__device__ inline void store_chunk(uint32_t shared, const uint4& v) { // PTX ISA: st.shared
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 // As TileStages::copy_w; numbers are rounded as unpack_kernel rounds them.
 template <class S, bool PAIR, class F>
@@ -38,7 +39,7 @@ __device__ __forceinline__ void copy_expert_w(const ExpertStages<S, PAIR>& stage
             unpack_run<F>(y, weights, PAIR && row / 16 % 2 ? weights.out + r : r, i);
             v = make_uint4(pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7]));
         }
-        store_shared(to + k * cw.STEP * 128, v);
+        store_chunk(to + k * cw.STEP * 128, v);
     }
 }
 
