@@ -472,8 +472,9 @@ def int8_groups(tensor, block):
 # ---------------------------------------------------------------------------------------------- model.bin
 
 LAYER = ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
-         "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+         "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate", "mlp.gate_proj", "mlp.up_proj",
          "mlp.down_proj"]
+EXPERT = re.compile(r"mlp\.experts\.(\d{1,6})\.((?:gate|up|down)_proj)", re.ASCII)
 OUTSIDE = {"model.embed_tokens.weight": 0, "model.norm.weight": 2, "lm_head.weight": 3}
 
 
@@ -481,16 +482,36 @@ def place(name):
     """A sort key: the order in which the model uses its tensors; strangers come last, by name."""
     match = re.fullmatch(r"model\.layers\.(\d{1,6})\.(.+)\.weight", name, re.ASCII)
     if match and match[2] in LAYER:
-        return 1, int(match[1]), LAYER.index(match[2]), name
-    return OUTSIDE.get(name, 4), 0, 0, name
+        return 1, int(match[1]), LAYER.index(match[2]), 0, name
+    expert = match and EXPERT.fullmatch(match[2])
+    if expert:  # one after another, behind the router
+        return 1, int(match[1]), len(LAYER) + int(expert[1]), LAYER.index("mlp." + expert[2]), name
+    return OUTSIDE.get(name, 4), 0, 0, 0, name
+
+
+def cut_experts(tensors):
+    """transformers 5 keeps the matrices of all experts of a layer in one tensor: it becomes a tensor for each."""
+    cut = []
+    for tensor in tensors:
+        match = re.fullmatch(r"(model\.layers\.\d{1,6}\.mlp\.experts\.)(gate_up_proj|down_proj)", tensor.name, re.ASCII)
+        kinds = ["gate_proj", "up_proj"] if match and match[2] == "gate_up_proj" else ["down_proj"]
+        if not match or len(tensor.shape) != 3 or tensor.shape[1] % len(kinds):
+            cut.append(tensor)
+            continue
+        pieces = tensor.shape[0] * len(kinds)
+        for i in range(pieces):
+            size, shape = tensor.size // pieces, [tensor.shape[1] // len(kinds), tensor.shape[2]]
+            name = f"{match[1]}{i // len(kinds)}.{kinds[i % len(kinds)]}.weight"
+            cut.append(tensor._replace(name=name, shape=shape, offset=tensor.offset + i * size, size=size))
+    return cut
 
 
 def check_config(data, path, quantized=False):
-    """Refuses what is not a plain Qwen3 model; returns the text. quantized: that is fine."""
+    """Refuses what is no Qwen3 model, dense or of experts; returns the text. quantized: that is fine."""
     config = parse_json(data, path)
     kind = config.get("model_type")
-    if kind != "qwen3":
-        raise Fault(f"{path}: model_type {str(kind)[:40]!r} is not supported, only 'qwen3' is")
+    if kind not in ("qwen3", "qwen3_moe"):
+        raise Fault(f"{path}: model_type {str(kind)[:40]!r} is not supported, only 'qwen3' and 'qwen3_moe' are")
     if config.get("quantization_config") is not None and not quantized:
         raise Fault(f"{path}: quantization_config is not supported: `qwen3 FOLDER --convert OUT.bin` makes bf16 of it")
     return data.decode()
@@ -531,7 +552,7 @@ def needed(tensors, config, config_path):
     by_name = {tensor.name: tensor for tensor in tensors}
     kept = []
     for tensor in tensors:
-        known, layer, _, name = place(tensor.name.removesuffix(".bias") + ".weight" if tensor.name.endswith(".bias")
+        known, layer, *_, name = place(tensor.name.removesuffix(".bias") + ".weight" if tensor.name.endswith(".bias")
                                       else tensor.name)
         fault = f"{tensor.path}: tensor {tensor.name[:80]!r}"
         if not tensor.name.endswith((".weight", ".bias")):
@@ -595,7 +616,7 @@ def export_model(hf_dir, out_path, option):
     if any(tensor.name == "embed_tokens.weight" for tensor in tensors):  # a bare model, as Qwen3-Embedding is published
         tensors = [tensor if tensor.name == "lm_head.weight" else tensor._replace(name="model." + tensor.name)
                    for tensor in tensors]
-    tensors = needed(tensors, parse_json(metadata["config"].encode(), config_path), config_path)
+    tensors = needed(cut_experts(tensors), parse_json(metadata["config"].encode(), config_path), config_path)
 
     if option != "--keep-dtype" and any(tensor.dtype in TO_BF16 for tensor in tensors):
         metadata["config"] = re.sub(r'("(?:torch_)?dtype"\s*:\s*)"\w+"', r'\1"bfloat16"', metadata["config"])

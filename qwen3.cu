@@ -16,9 +16,11 @@
    One layer. x is the residual stream; the second line begins with the x of the first:
      x (N,C) -> rmsnorm (N,C) -> q (N,HD), k, v (N,KD) -> head norms, RoPE -> attention (N,HD) -> o (N,C) -> + x
      x (N,C) -> rmsnorm (N,C) -> gate, up (N,F)        -> silu(gate) * up (N,F)         -> down (N,C)     -> + x
+   A mixture of experts has E such MLPs of M in place of one of F; a router chooses k of them for each token.
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
                F feed-forward size   V rows of the vocabulary   L layers   B sequences   G = H / K query heads a KV head
+               E experts of a layer (number e), k of them for a token, M the feed-forward size of one
                n a token (row)   i a column   r a row of W   h a head   m a key's position; of an Adapter: its modules
                (N,C) is a row-major array of N rows of C numbers. W has shape (out, in): y = W x for one token, and
                y = x W^T for the rows of x together. The head is the last product; a head is one of attention's.
@@ -417,6 +419,87 @@ void attend(T* out,                     // (N,HD) out
     attention(out, lse, q, cache, b, shape);
 }
 
+// ---- Experts: an MLP of which each token uses k of E.     (Fedus et al., "Switch transformers", 2021)
+template <class T> struct Expert { Linear<T> gate_up, down; }; // (2M, C), (C, M)
+
+// The experts of N tokens. Token n and its j-th expert are pair n k + j.
+template <class T> struct Routed {
+    acc<T>* p;     // (N,E) softmax of the router's scores
+    int* expert;   // (N,k) of each pair, ascending for a token; -1: a spare row has none
+    acc<T>* share; // (N,k) the expert's factor in the token's sum
+    int* first;    // (E + 1) the pairs of expert e are pair[first[e]] .. pair[first[e + 1] - 1], in order of token
+    int* pair;     // (N k)
+};
+
+// ---- route: p[n] = softmax(W x[n]); n's experts are the k of the largest p (of equal ones the first); share = p, or p
+// divided by the sum of the k.
+template <class T>
+void route(const Routed<T>& out,
+           const T* x,         // (N,C)
+           const Linear<T>& W, // (E,C)
+           const Batch& b, int k, bool normed) {
+    const int E = W.out();
+    product(W, x, b.N, [&](int n, int e, acc<T> y) { out.p[(size_t)n * E + e] = y; });
+    #pragma omp parallel for schedule(static)
+    for (int n = 0; n < b.N; n++) {
+        acc<T> *p = out.p + (size_t)n * E, *share = out.share + (size_t)n * k, all = 0, sum = 0;
+        int *expert = out.expert + (size_t)n * k, chosen = 0;
+        const acc<T> top = *std::max_element(p, p + E);
+        for (int e = 0; e < E; e++) all += p[e] = std::exp(p[e] - top);
+        for (int e = 0; e < E; e++) p[e] /= all;
+        for (int e = 0; e < E && chosen < k; e++) {
+            int ahead = 0; // experts that are chosen before e
+            for (int f = 0; f < E; f++) ahead += p[f] > p[e] || (p[f] == p[e] && f < e);
+            if (ahead < k) sum += share[chosen] = p[e], expert[chosen++] = b.seq[n] < 0 ? -1 : e;
+        }
+        for (int j = 0; j < k && normed; j++) share[j] /= sum;
+    }
+    int at = 0;
+    for (int e = 0; e < E; e++) {
+        out.first[e] = at;
+        for (int i = 0; i < b.N * k; i++)
+            if (out.expert[i] == e) out.pair[at++] = i;
+    }
+    out.first[E] = at;
+}
+
+// A product for an expert's pairs only: the dropout masks of its rows are those of their tokens.
+template <class T> struct PairsProduct {
+    Linear<T> W;
+    Dropout dropout;
+    std::vector<uint32_t> token;
+    PairsProduct(const Linear<T>& of, const int* pair, int n, int k) : W(of) {
+        if (!of.adapter.dropout) return;
+        for (int i = 0; i < n; i++) token.push_back(of.adapter.dropout->token[pair[i] / k]);
+        dropout = *of.adapter.dropout, dropout.token = token.data(), W.adapter.dropout = &dropout;
+    }
+    PairsProduct(const PairsProduct&) = delete;
+};
+
+// ---- expert_mlp: out[n] = residual[n] + sum_j share[n][j] down_e(swiglu(gate_up_e(x[n]))), e = expert[n][j]. Rows of
+// gate_up and hidden are in the order of `pair`, so an expert's are adjacent. A token's sum has the order of its
+// experts' numbers, whatever else is in the batch; out may be residual.
+template <class T>
+void expert_mlp(acc<T>* out,            // (N,C) out
+                T* gate_up,             // (N k, 2M) out
+                T* hidden,              // (N k, M) out
+                T* rows,                // (N,C) scratch: the x of one expert
+                const acc<T>* residual, // (N,C)
+                const T* x,             // (N,C)
+                const std::vector<Expert<T>>& experts, const Routed<T>& to, int N, int k) {
+    const size_t C = experts[0].gate_up.in, M = experts[0].down.in;
+    if (out != residual) std::copy_n(residual, N * C, out);
+    for (size_t e = 0; e < experts.size(); e++) {
+        const int first = to.first[e], n = to.first[e + 1] - first, *pair = to.pair + first;
+        const PairsProduct<T> up(experts[e].gate_up, pair, n, k), down(experts[e].down, pair, n, k);
+        for (int i = 0; i < n; i++) std::copy_n(x + pair[i] / k * C, C, rows + i * C);
+        linear(gate_up + first * 2 * M, rows, up.W, n);
+        swiglu(hidden + first * M, gate_up + first * 2 * M, n, (int)M);
+        adapted_product(down.W, hidden + first * M, n,
+                        [=](int i, int r, acc<T> y) { out[pair[i] / k * C + r] += to.share[pair[i]] * y; });
+    }
+}
+
 // =========================================================================================================== 4 forward
 
 // Shapes and weights. model/model_file.h and model/weights.h read them from files.
@@ -427,7 +510,20 @@ struct Config {
     bool tied;                   // the head's matrix is the embedding's
     std::vector<int> end_tokens; // any of them ends an answer
     RopeScaling rope_scaling = {};
+    int E = 0, k = 0, M = 0;     // mixture of experts: how many, how many a token, their feed-forward size; E = 0: none
+    bool normed_shares = false;  // the shares of a token's experts add up to 1
+    float balance = 0;           // factor of the load-balancing loss in training
+    int sparse_step = 1;         // the last of so many layers has experts, the others one MLP of F
+    std::vector<int> dense_layers = {}; // these have one MLP, too
     HeadShape heads() const { return {H, K, D, eps}; }
+    bool sparse(int l) const {
+        return E > 0 && (l + 1) % sparse_step == 0 && !std::count(dense_layers.begin(), dense_layers.end(), l);
+    }
+    int width() const { // numbers of a token in the MLPs, at most
+        int most = 0;
+        for (int l = 0; l < L; l++) most = std::max(most, sparse(l) ? k * M : F);
+        return most;
+    }
 };
 
 template <class T> struct Layer {
@@ -435,6 +531,8 @@ template <class T> struct Layer {
     const T *q_norm, *k_norm;    // (D)
     Linear<T> qkv, o;            // (HD + 2KD, C), (C, HD)
     Linear<T> gate_up, down;     // (2F, C), (C, F)
+    Linear<T> router;            // (E, C), in place of gate_up and down
+    std::vector<Expert<T>> experts;
     HeadNorms<T> norms(const acc<T>* rope) const { return {q_norm, k_norm, rope}; }
 };
 
@@ -469,9 +567,11 @@ template <class T> struct Activations {
         acc<T>* lse = nullptr; // (N,H) of attention, for training
         acc<T>* mid;   // (N,C) residual stream between attention and MLP
         T* norm2;      // (N,C)
-        T* gate_up;    // (N,2F)
-        T* hidden;     // (N,F)
+        T* gate_up;    // (N,2F); of experts (N k, 2M)
+        T* hidden;     // (N,F); of experts (N k, M)
         acc<T>* out;   // (N,C) residual stream at its exit
+        Routed<T> routed = {};
+        T* rows = nullptr;     // (N,C) scratch of expert_mlp; on a GPU see expert_scratch
     };
     std::vector<PerLayer> layer;
     T* normed; // (N,C) after the final norm
@@ -510,6 +610,21 @@ template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
         op(__VA_ARGS__); \
     } while (0)
 
+// The layer's MLP, or its experts: s.mid to s.out.
+template <class T>
+void mlp_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
+                 typename Activations<T>::PerLayer& s) {
+    const int N = b.N;
+    if (layer.experts.empty()) {
+        RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
+        RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
+        return;
+    }
+    RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
+    RUN(route, s.routed, s.norm2, layer.router, b, c.k, c.normed_shares);
+    RUN(expert_mlp, s.out, s.gate_up, s.hidden, s.rows, s.mid, s.norm2, layer.experts, s.routed, N, c.k);
+}
+
 // One layer: s.in to s.out.
 template <class T>
 void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
@@ -518,8 +633,7 @@ void layer_forward(Context& ctx, const Config& c, const Layer<T>& layer, const B
     RUN(norm_linear, s.qkv, s.norm1, s.in, layer.norm1, layer.qkv, N, c.eps);
     RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, layer.norms(rope), b, c.heads());
     RUN(linear_add, s.mid, s.in, s.attention, layer.o, N);
-    RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
-    RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
+    mlp_forward(ctx, c, layer, b, s);
 }
 
 // From tokens to vectors, the final norm included: a.normed (N,C). The keys and values of the batch go to the cache.
@@ -891,6 +1005,29 @@ void embed_backward(A* dW,       // (V,C) +=
             if (b.seq[n] >= 0) dW[(size_t)b.token[n] * C + i] += dx[(size_t)n * C + i];
 }
 
+// ---- route: p = softmax(z), z = W x; share_j = p_e / s for n's j-th expert e, s the sum of its experts' p (or 1)
+// dp_e = (dshare_j - sum_i share_i dshare_i) / s (not normed: dshare_j), 0 for all other experts; all get slope_e, too.
+// dz_e = p_e (dp_e - sum_f p_f dp_f);  dx = dz W is linear_backward_input's
+template <class T>
+void route_backward(T* dz,                // (N,E) out; zeros in spare rows
+                    const acc<T>* dshare, // (N,k)
+                    const acc<T>* slope,  // (E) of balance_loss, or null
+                    const Routed<T>& of, int N, int E, int k, bool normed) {
+    std::vector<acc<T>> dp(E);
+    for (int n = 0; n < N; n++) {
+        const acc<T>*p = of.p + (size_t)n * E, *share = of.share + (size_t)n * k, *d = dshare + (size_t)n * k;
+        const int* expert = of.expert + (size_t)n * k;
+        const bool spare = expert[0] < 0;
+        acc<T> s = 1, mean = 0, sum = 0;
+        for (int j = 0; j < k && normed; j++) mean += share[j] * d[j];
+        if (normed && !spare) s = p[expert[0]] / share[0];
+        for (int e = 0; e < E; e++) dp[e] = slope ? slope[e] : 0;
+        for (int j = 0; j < k && !spare; j++) dp[expert[j]] += (d[j] - mean) / s;
+        for (int e = 0; e < E; e++) sum += p[e] * dp[e];
+        for (int e = 0; e < E; e++) dz[(size_t)n * E + e] = to_stored<T>(spare ? 0 : p[e] * (dp[e] - sum));
+    }
+}
+
 // ---- grad_norm: sqrt(sum_i g[i]^2) of all gradients, in double: squares are summed in pieces of NORM_PIECE numbers,
 // in order; then the pieces are summed in order.
 inline constexpr size_t NORM_PIECE = 4096;
@@ -951,7 +1088,9 @@ template <class T> struct Gradients {
     struct OfLinear { acc<T> *W = nullptr, *A = nullptr, *B = nullptr; };
     struct OfLayer {
         acc<T> *norm1 = nullptr, *norm2 = nullptr, *q_norm = nullptr, *k_norm = nullptr;
-        OfLinear qkv, o, gate_up, down;
+        OfLinear qkv, o, gate_up, down, router;
+        struct OfExpert { OfLinear gate_up, down; };
+        std::vector<OfExpert> experts;
     };
     std::vector<OfLayer> layer;
     acc<T> *embed = nullptr, *norm = nullptr, *head = nullptr; // head is embed when tied
@@ -974,6 +1113,11 @@ template <class T> struct Flow {
     acc<T>* parts;   // scratch of head_loss_gpu
     T* picked;       // (head_rows,C) rows of Activations::normed, not a gradient
     int head_rows;   // rows that go through the head at once
+    T* rows;         // of experts: (N,C) the y of one
+    acc<T>* sum;     // ... (N,C) of their input
+    acc<T>* share;   // ... (N,k) of their shares
+    T* scores;       // ... (N,E) of the router's scores
+    acc<T>* slope;   // ... (E) of balance_loss; null: it is not trained
 
     void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu); // model/plans.cpp
 };
@@ -1006,6 +1150,80 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     }
 }
 
+// The load-balancing loss of a batch that went forward, E sum_e f_e P_e: f_e is how many tokens have expert e, P_e the
+// sum of their p, both of all layers and divided by tokens times layers. (Fedus et al., section 2.2.) slope_e becomes
+// the gradient of `scale` times the loss with respect to any p_e.
+template <class T>
+double balance_loss(acc<T>* slope, // (E) out
+                    const Config& c, const Activations<T>& a, const Batch& b, double scale) {
+    double loss = 0, rows = 0;
+    std::vector<double> f(c.E), P(c.E);
+    for (int l = 0; l < c.L; l++)
+        for (int n = 0; c.sparse(l) && n < b.N; n++) {
+            const Routed<T>& of = a.layer[l].routed;
+            if (b.seq[n] < 0) continue;
+            rows++;
+            for (int j = 0; j < c.k; j++) f[of.expert[(size_t)n * c.k + j]]++;
+            for (int e = 0; e < c.E; e++) P[e] += of.p[(size_t)n * c.E + e];
+        }
+    for (int e = 0; e < c.E; e++) {
+        loss += c.E * f[e] * P[e] / (rows * rows);
+        slope[e] = (acc<T>)(scale * c.E * f[e] / (rows * rows));
+    }
+    return loss;
+}
+
+// The experts of a layer, one after another: out = mid + sum_j share_j y_j, y_j = down_e(swiglu(gate_up_e(x))).
+// d.sum becomes the gradient of x through them, d.share[j] = dy . y_j = (dy down_e) . hidden. An adapter's h and dh are
+// those of share_j y_j; the h of forward is not kept.
+template <class T>
+void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<T>::PerLayer& s, Flow<T>& d,
+                      const typename Gradients<T>::OfLayer& g, int N, int k) {
+    const Routed<T>& to = s.routed;
+    const size_t C = layer.router.in, M = layer.experts[0].down.in;
+    T* const none = nullptr;
+    std::fill_n(d.sum, N * C, (acc<T>)0), std::fill_n(d.share, (size_t)N * k, (acc<T>)0);
+    for (size_t e = 0; e < layer.experts.size(); e++) {
+        const size_t first = to.first[e];
+        const int n = to.first[e + 1] - to.first[e], *pair = to.pair + first;
+        if (n == 0) continue;
+        const PairsProduct<T> up(layer.experts[e].gate_up, pair, n, k), down(layer.experts[e].down, pair, n, k);
+        const auto& grads = g.experts[e];
+        T *hidden = s.hidden + first * M, *gate_up = s.gate_up + first * 2 * M;
+        std::vector<acc<T>> share(n);
+        for (int i = 0; i < n; i++) {
+            share[i] = to.share[pair[i]];
+            std::copy_n(d.y + pair[i] / k * C, C, d.rows + i * C);
+            std::copy_n(s.norm2 + pair[i] / k * C, C, s.rows + i * C);
+        }
+        auto scale = [&](T* x, size_t width) { RUN(scale_rows, x, width, share.data(), n, (int)width); };
+        const Adapter<T>&a = down.W.adapter, &b = up.W.adapter;
+        if (a.rank) {
+            RUN(lora_down, a.h, hidden, down.W, n);
+            scale(a.h, a.width());
+        }
+        RUN(linear_backward_swiglu, d.gate_up, none, d.hidden, d.h, grads.down.B, d.rows, gate_up, down.W, n);
+        for (int i = 0; i < n; i++)
+            for (size_t f = 0; f < M; f++) d.share[pair[i]] += to_acc(d.hidden[i * M + f]) * to_acc(hidden[i * M + f]);
+        if (a.rank) {
+            scale(d.h, a.width());
+            RUN(lora_backward_weight, grads.down.A, d.h, hidden, down.W, n);
+        }
+        if (grads.down.W) {
+            scale(d.rows, C);
+            RUN(linear_backward_weight, grads.down.W, d.rows, C, hidden, n, (int)C, (int)M);
+        }
+        scale(d.gate_up, 2 * M);
+        if (b.rank) RUN(lora_down, b.h, s.rows, up.W, n);
+        RUN(linear_backward_input, d.normed, d.h, grads.gate_up.B, d.gate_up, up.W, n);
+        if (b.rank) RUN(lora_backward_weight, grads.gate_up.A, d.h, s.rows, up.W, n);
+        if (grads.gate_up.W)
+            RUN(linear_backward_weight, grads.gate_up.W, d.gate_up, 2 * M, s.rows, n, 2 * (int)M, (int)C);
+        for (int i = 0; i < n; i++)
+            for (size_t c = 0; c < C; c++) d.sum[pair[i] / k * C + c] += to_acc(d.normed[i * C + c]);
+    }
+}
+
 // From d.normed (loss_backward) to the gradient of every parameter: `forward` in reverse order. The batch holds whole
 // sequences. A training step (train/step.cpp) is forward, loss_backward and backward for each batch, then grad_norm and
 // adamw.
@@ -1031,13 +1249,23 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         const LayerCache<T> cache = kv.layer(l);
         const HeadNorms<T> norms = layer.norms(rope);
         if (a.recompute) layer_forward(ctx, c, layer, b, s, cache, rope);
-        // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
-        RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y, s.gate_up,
-            layer.down, N);
-        weight_gradients(grads.down, d.y, s.hidden, layer.down);
-        input_gradient(d.normed, grads.gate_up, d.gate_up, layer.gate_up);
-        RUN(rmsnorm_backward, d.x, d.y, s.norm2, grads.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
-        weight_gradients(grads.gate_up, d.gate_up, s.norm2, layer.gate_up);
+        if (layer.experts.empty()) {
+            // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
+            RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y,
+                s.gate_up, layer.down, N);
+            weight_gradients(grads.down, d.y, s.hidden, layer.down);
+            input_gradient(d.normed, grads.gate_up, d.gate_up, layer.gate_up);
+            RUN(rmsnorm_backward, d.x, d.y, s.norm2, grads.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
+            weight_gradients(grads.gate_up, d.gate_up, s.norm2, layer.gate_up);
+        } else { // x = norm2(mid) goes to the experts and to the router
+            RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, C, c.eps);
+            experts_backward(ctx, layer, s, d, grads, N, c.k);
+            route_backward(d.scores, d.share, d.slope, s.routed, N, c.E, c.k, c.normed_shares);
+            input_gradient(d.normed, grads.router, d.scores, layer.router);
+            weight_gradients(grads.router, d.scores, s.norm2, layer.router);
+            for (size_t i = 0; i < (size_t)N * C; i++) d.normed[i] = to_stored<T>(to_acc(d.normed[i]) + d.sum[i]);
+            RUN(rmsnorm_backward, d.x, d.y, none, grads.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
+        }
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T
         input_gradient(d.attention, grads.o, d.y, layer.o);
         weight_gradients(grads.o, d.y, s.attention, layer.o);

@@ -18,29 +18,38 @@
 
 namespace cli {
 
+static std::string of_experts(int E, int k, int M) { // members of config.json
+    return format(R"("decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": %d, )"
+                  R"("norm_topk_prob": true, "num_experts": %d, "num_experts_per_tok": %d, )", M, E, k);
+}
+
 // config.json and generation_config.json of a shape: one of Qwen's, or a file, which has no second one.
 static std::pair<std::string, std::string> texts_of(const std::string& shape) {
-    // https://huggingface.co/Qwen: hidden, layers, query heads, key/value heads, ffn, tied
-    static const struct { const char* name; int C, L, H, K, F; bool tied; } sizes[] = {
-        {"0.6B", 1024, 28, 16, 8, 3072, true},   {"1.7B", 2048, 28, 16, 8, 6144, true},
-        {"4B", 2560, 36, 32, 8, 9728, true},     {"8B", 4096, 36, 32, 8, 12288, false},
-        {"14B", 5120, 40, 40, 8, 17408, false},  {"32B", 5120, 64, 64, 8, 25600, false}};
+    // https://huggingface.co/Qwen: hidden, layers, query heads, key/value heads, ffn, tied; experts, of a token, ffn of
+    // one. (The last is ours: a thirtieth of 30B-A3B.)
+    static const struct { const char* name; int C, L, H, K, F; bool tied; int E, k, M; } sizes[] = {
+        {"0.6B", 1024, 28, 16, 8, 3072, true, 0, 0, 0},   {"1.7B", 2048, 28, 16, 8, 6144, true, 0, 0, 0},
+        {"4B", 2560, 36, 32, 8, 9728, true, 0, 0, 0},     {"8B", 4096, 36, 32, 8, 12288, false, 0, 0, 0},
+        {"14B", 5120, 40, 40, 8, 17408, false, 0, 0, 0},  {"32B", 5120, 64, 64, 8, 25600, false, 0, 0, 0},
+        {"30B-A3B", 2048, 48, 32, 4, 6144, false, 128, 8, 768}, {"1B-A0.3B", 1024, 12, 16, 4, 3072, true, 64, 4, 384}};
     std::string config_text, generation_text =
         R"({"bos_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643], )"
         R"("temperature": 0.6, "top_k": 20, "top_p": 0.95})";
     for (auto& s : sizes)
         if (shape == s.name)
-            config_text = format(R"({"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, )"
+            config_text = format(R"({"architectures": ["Qwen3%sForCausalLM"], "attention_bias": false, )"
                                  R"("bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, )"
                                  R"("hidden_act": "silu", "hidden_size": %d, "intermediate_size": %d, )"
-                                 R"("max_position_embeddings": 40960, "model_type": "qwen3", )"
+                                 R"("max_position_embeddings": 40960, "model_type": "%s", %s)"
                                  R"("num_attention_heads": %d, "num_hidden_layers": %d, "num_key_value_heads": %d, )"
                                  R"("rms_norm_eps": 1e-06, "rope_theta": 1000000, "tie_word_embeddings": %s, )"
                                  R"("torch_dtype": "bfloat16", "vocab_size": 151936})",
-                                 s.C, s.F, s.H, s.L, s.K, s.tied ? "true" : "false");
+                                 s.E ? "Moe" : "", s.C, s.F, s.E ? "qwen3_moe" : "qwen3",
+                                 s.E ? of_experts(s.E, s.k, s.M).c_str() : "", s.H, s.L, s.K,
+                                 s.tied ? "true" : "false");
     if (!config_text.empty()) return {config_text, generation_text};
     if (shape.size() < 6 || shape.compare(shape.size() - 5, 5, ".json") != 0)
-        DIE("--synthesize %s: 0.6B, 1.7B, 4B, 8B, 14B, 32B or a config.json", shape.c_str());
+        DIE("--synthesize %s: 0.6B, 1.7B, 4B, 8B, 14B, 32B, 30B-A3B, 1B-A0.3B or a config.json", shape.c_str());
     return {std::string(MappedFile(shape).text()), ""};
 }
 

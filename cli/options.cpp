@@ -140,7 +140,7 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--embedding", "NAME", "embedding and head as int8 (default) or unchanged (same)",
          one_of(o.embedding, {"int8", "same"})},
         {"", "--synthesize", "SIZE OUT.bin", "write random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
-         "8B, 14B, 32B or a config.json",
+         "8B, 14B, 32B, 30B-A3B, 1B-A0.3B or a config.json",
          [&o](const char*, const char* v) { (o.synthesize.empty() ? o.synthesize : o.synthesize_to) = v; }},
     };
     table.insert(table.end(), more.begin(), more.end());

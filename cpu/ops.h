@@ -66,6 +66,15 @@ template <class T>
 void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w,
                             const Linear<T>& W, int N, float eps);
 
+// The experts of each token, and the tokens of each expert
+template <class T>
+void route_cpu(Context& ctx, const Routed<T>& out, const T* x, const Linear<T>& W, const Batch& b, int k, bool normed);
+
+// out = residual + the shares of a token's experts
+template <class T>
+void expert_mlp_cpu(Context& ctx, acc<T>* out, T* gate_up, T* hidden, T* rows, const acc<T>* residual, const T* x,
+                    const std::vector<Expert<T>>& experts, const Routed<T>& to, int N, int k);
+
 // The logits of R named rows
 template <class T>
 void head_cpu(Context& ctx, acc<T>* logits, T* picked, const T* x, const int* rows, const Linear<T>& W, int R);

@@ -5,6 +5,7 @@
 #include "model/gpu_ops.h"
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 struct AttentionArgs; // qwen3.cu, Book II, has these
 struct AttentionBackward;
@@ -34,6 +35,9 @@ struct Optional {
     template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
     // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k, W.in) reads RUN numbers of row r from k on.
     template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
+    // expert_mlp with packed weights; y: see expert_scratch.
+    static bool experts(Context& ctx, float* out, bf16* hidden, float* y, const float* residual, const bf16* x,
+                        const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);
     // attention of prompts, for heads of D numbers: the number of splits of the keys.
     static int attention(Context& ctx, const AttentionArgs& p, int D);
     static bool attention_backward(Context& ctx, const AttentionBackward& p, int D);

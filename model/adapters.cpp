@@ -7,9 +7,16 @@ int module_of(const std::string& name) {
     return -1;
 }
 
+std::string adapter_tensor(const ModuleOf& m, char matrix) {
+    std::string name = ModelTensor{(TensorKind)m.kind, m.layer, 0, 0, m.expert}.name();
+    name.resize(name.size() - strlen("weight"));
+    return format("base_model.model.%slora_%c.weight", name.c_str(), matrix);
+}
+
 // target_modules as PEFT matches them: a name is a module's path, or its end. On a model of few layers PEFT writes
-// "all-linear" as the whole path of each module.
-static void read_targets(const char* file, sj::Value targets, int layers, AdapterConfig& a) {
+// "all-linear" as the whole path of each module. Modules of experts have their last name only, as all of them do.
+static void read_targets(const char* file, sj::Value targets, const Config& c, AdapterConfig& a) {
+    const int layers = c.L;
     std::vector<bool> named((size_t)layers * MODULES);
     for (sj::Value v : targets.items()) {
         std::string name = v.str();
@@ -18,7 +25,8 @@ static void read_targets(const char* file, sj::Value targets, int layers, Adapte
         bool any = false;
         for (size_t i = 0; i < named.size(); i++) {
             const std::string path = format(".layers.%zu.%s", i / MODULES, TENSOR_NAMES[i % MODULES]), end = "." + name;
-            if (ends_in(path, end)) named[i] = any = true;
+            const bool of_experts = c.E && i % MODULES >= GATE_PROJ;
+            if (of_experts ? name == module_name((int)(i % MODULES)) : ends_in(path, end)) named[i] = any = true;
         }
         if (!any)
             DIE("%s: target_modules has %.100s; q, k, v, o, gate, up and down_proj of %d layers can have an adapter",
@@ -36,7 +44,7 @@ static void read_targets(const char* file, sj::Value targets, int layers, Adapte
 
 // Reads adapter_config.json. As with a model's config, keys that change the computation are read or must be off. An
 // unknown key may change it: it must be off too.
-static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, int layers) {
+static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, const Config& c) {
     const char* name = file.c_str();
     sj::Doc doc;
     const std::string fault = sj::parse(doc, text);
@@ -75,7 +83,7 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     if (targets.str() == "all-linear") std::fill(a.targets, a.targets + MODULES, true);
     else if (!targets.is(sj::Array) || targets.size() == 0)
         DIE("%s: target_modules is neither a list of modules nor \"all-linear\"", name);
-    else read_targets(name, targets, layers, a);
+    else read_targets(name, targets, c, a);
     return a;
 }
 
@@ -129,7 +137,7 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     const std::string text = folder + "/adapter_config.json", numbers = folder + "/adapter_model.safetensors";
     constexpr size_t TEXT = 1 << 20; // bytes of a JSON text, at most
     auto mapped = [&](const std::string& p, size_t most) { return copied ? copy_of_file(p, most) : MappedFile(p); };
-    config = parse_adapter_config(text, mapped(text, TEXT).text(), c.L);
+    config = parse_adapter_config(text, mapped(text, TEXT).text(), c);
     map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
     read_safetensors(map, tensors, metadata);
     starters = read_starters(map.path, metadata);
@@ -137,7 +145,7 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     std::set<std::string> expected;
     for (const ModelTensor& t : targeted(c, config))
         for (char matrix : {'A', 'B'}) {
-            const std::string name = adapter_tensor(t.layer, t.kind, matrix);
+            const std::string name = adapter_tensor(t, matrix);
             check(name, matrix == 'A' ? Shape{config.rank, t.columns} : Shape{t.rows, config.rank});
             expected.insert(name);
         }

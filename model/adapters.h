@@ -19,6 +19,15 @@ struct AdapterConfig {
 // A module's name as most adapters have it: q_proj.
 inline std::string module_name(int m) { return strchr(TENSOR_NAMES[m], '.') + 1; }
 
+// A module's number, which names its dropout masks, and back: layer, kind, expert (or -1).
+struct ModuleOf { int layer, kind, expert; };
+inline int module_number(const ModuleOf& m, int layers) {
+    return ((m.expert + 1) * layers + m.layer) * MODULES + m.kind;
+}
+inline ModuleOf module_numbered(int number, int layers) {
+    return {number / MODULES % layers, number % MODULES, number / (MODULES * layers) - 1};
+}
+
 // The module that PEFT's target_modules names so ("q_proj", "self_attn.q_proj"); -1: none.
 int module_of(const std::string& name);
 
@@ -29,8 +38,12 @@ std::string adapter_config_json(const AdapterConfig& a, double dropout, const st
 std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a);
 size_t adapter_parameters(const Config& c, const AdapterConfig& a);
 // PEFT's name of a module's A (rank, in) or B (out, rank).
-inline std::string adapter_tensor(int layer, int m, char matrix) {
-    return format("base_model.model.model.layers.%d.%s.lora_%c.weight", layer, TENSOR_NAMES[m], matrix);
+std::string adapter_tensor(const ModuleOf& m, char matrix);
+inline std::string adapter_tensor(int layer, int kind, char matrix) {
+    return adapter_tensor({layer, kind, -1}, matrix);
+}
+inline std::string adapter_tensor(const ModelTensor& t, char matrix) {
+    return adapter_tensor({t.layer, t.kind, t.expert}, matrix);
 }
 
 // An adapter's files, checked against the model: exactly the required tensors are there, with the right shapes and
@@ -58,33 +71,44 @@ struct AdapterFile {
 // Gives every targeted product of the model its Adapter, with no memory for A, B and h yet. Their rank is the config's,
 // rounded up to a multiple of `step`; it is returned.
 template <class Model> int adapt(Model& w, const AdapterConfig& config, int step = 1) {
-    const int rank = (config.rank + step - 1) / step * step;
-    for (int l = 0; l < (int)w.layers.size(); l++)
+    const int rank = (config.rank + step - 1) / step * step, layers = (int)w.layers.size();
+    auto give = [&](const ModuleOf& m) {
+        const auto place = place_of(w.layers[m.layer], (TensorKind)m.kind, m.expert);
+        auto& a = place.linear->adapter;
+        a.rank = rank, a.true_rank = config.rank, a.s = (float)config.scale();
+        a.block[a.modules] = place.block, a.module[a.modules++] = module_number(m, layers);
+    };
+    for (int l = 0; l < layers; l++)
         for (int m = 0; m < MODULES; m++) {
             if (!config.targets[m]) continue;
-            const auto place = place_of(w.layers[l], (TensorKind)m);
-            auto& a = place.linear->adapter;
-            a.rank = rank, a.true_rank = config.rank, a.s = (float)config.scale();
-            a.block[a.modules] = place.block, a.module[a.modules++] = l * MODULES + m;
+            const int experts = m < GATE_PROJ ? 0 : (int)w.layers[l].experts.size();
+            if (!experts) give({l, m, -1});
+            for (int e = 0; e < experts; e++) give({l, m, e});
         }
     return rank;
 }
 
 // All numbers of an adapter are one array: the A of each product in the model's order, then the B of each. This is
-// where a product's A and B begin in it, and where its h begins within the h of one token.
+// where a product's A and B begin in it, and where its h begins within the h of one token. (Experts share one h, since
+// each is done with it before the next begins.)
 struct AdapterPlace { size_t A = 0, B = 0, h = 0; };
 // Calls f(linear, place) for each product that has an adapter. Returns where the last A, B and h end.
 template <class Model, class F> AdapterPlace each_adapter(Model& w, F f) {
     AdapterPlace at;
     auto each_linear = [&](auto g) {
         for (auto& layer : w.layers)
-            for (auto* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
-                if (linear->adapter.modules) g(*linear, linear->adapter.width());
+            each_product(layer, [&](auto& linear) {
+                const bool shared = !layer.experts.empty() && &linear != &layer.qkv && &linear != &layer.o;
+                if (linear.adapter.modules) g(linear, linear.adapter.width(), shared);
+            });
     };
-    each_linear([&](auto& linear, size_t width) { at.B += width * linear.in; });
-    each_linear([&](auto& linear, size_t width) {
-        f(linear, at);
-        at.A += width * linear.in, at.B += width * linear.out(), at.h += width;
+    each_linear([&](auto& linear, size_t width, bool shared) {
+        at.B += width * linear.in;
+        if (shared) at.h = std::max(at.h, width);
+    });
+    each_linear([&](auto& linear, size_t width, bool shared) {
+        f(linear, AdapterPlace{at.A, at.B, shared ? 0 : at.h});
+        at.A += width * linear.in, at.B += width * linear.out(), at.h += shared ? 0 : width;
     });
     return at;
 }
@@ -96,10 +120,11 @@ template <class Model, class F> void each_adapter_tensor(Model& w, F f) {
         const auto& a = linear.adapter;
         const size_t rank = a.rank, kept = a.true_rank, in = linear.in, width = a.width();
         for (int j = 0; j < a.modules; j++) {
-            const int layer = a.module[j] / MODULES, m = a.module[j] % MODULES, b = a.block[j];
+            const ModuleOf m = module_numbered(a.module[j], (int)w.layers.size());
+            const int b = a.block[j];
             const size_t row = linear.first_row(b);
-            f(adapter_tensor(layer, m, 'A'), kept, in, at.A + j * rank * in, in);
-            f(adapter_tensor(layer, m, 'B'), (size_t)linear.rows[b], kept, at.B + row * width + j * rank, width);
+            f(adapter_tensor(m, 'A'), kept, in, at.A + j * rank * in, in);
+            f(adapter_tensor(m, 'B'), (size_t)linear.rows[b], kept, at.B + row * width + j * rank, width);
         }
     });
 }
@@ -121,6 +146,10 @@ template <class T> struct AttachedAdapter {
 
     template <class Model> AttachedAdapter(Context& ctx, Model& w, const AdapterFile& file, int tokens) {
         const int rank = adapt(w, file.config, ctx.gpu ? GPU_RANK_STEP : 1);
+        for (auto& layer : w.layers)
+            if (ctx.gpu && !layer.experts.empty() &&
+                (layer.experts[0].gate_up.adapter.rank || layer.experts[0].down.adapter.rank))
+                DIE("%s: adapters of experts run on the CPU only", file.path.c_str());
         const std::vector<float> p = adapter_numbers(w, file);
         const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A; // numbers of all A
         const float s = (float)file.config.scale();

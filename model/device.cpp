@@ -61,7 +61,7 @@ void to_device([[maybe_unused]] const Context& where, [[maybe_unused]] const Mod
     if constexpr (HAS_GPU<T>)
         if (where.gpu) {
             Context ctx = where;
-            if (file.is_quantized() && weights.layers[0].down.format == Format::PLAIN)
+            if (file.is_quantized() && last_product(weights.layers.back()).format == Format::PLAIN)
                 fprintf(stderr, "%s: quantised; its weights are bfloat16 on the GPU\n", file.path.c_str());
             weights.upload(ctx, file);
         }

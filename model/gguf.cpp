@@ -137,7 +137,8 @@ void GgufFile::read_entry() {
     if (!type->count)
         fail(who + format(" is of type %s, which is not supported: F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, "
                           "Q4_K, Q5_K and Q6_K are read", type->name));
-    if (type->count > 1 && dimensions != 2)
+    const bool stack = dimensions == 3 && t.name.find("_exps.") != t.name.npos; // the matrices of all experts
+    if (type->count > 1 && dimensions != 2 && !stack)
         fail(who + format(" has %u dimensions, blocks of %s are in matrices only", dimensions, type->name));
     if ((uint64_t)t.tensor.shape.back() % type->count)
         fail(who + format(" has rows of %lld numbers, %s has blocks of %zu", (long long)t.tensor.shape.back(),
@@ -176,14 +177,17 @@ void GgufFile::place(const uint8_t* begin) {
             fail(format("tensor %.100s overlaps %.100s", spans[i].name->c_str(), spans[i - 1].name->c_str()));
 }
 
+// "qwen3." or "qwen3moe.", before the architecture's keys.
+static std::string gguf_prefix(const GgufFile& g) { return std::string(g["general.architecture"].string()) + "."; }
+
 // A factor without a type is linear, as in llama.cpp.
 static void add_rope_scaling(sj::Writer& w, const GgufFile& g) {
-    const std::string prefix = "qwen3.rope.scaling.";
+    const std::string prefix = gguf_prefix(g) + "rope.scaling.";
     const GgufValue& named = g[prefix + "type"];
     const std::string type(named ? named.string() : g[prefix + "factor"] ? "linear" : "none");
     if (type == "none") return;
     if (type != "linear" && type != "yarn")
-        g.fail(format("qwen3.rope.scaling.type is %.60s, which is not supported", type.c_str()));
+        g.fail(format("%stype is %.60s, which is not supported", prefix.c_str(), type.c_str()));
     w.key("rope_scaling").object().field("rope_type", type).field("factor", g.real(prefix + "factor"));
     if (type == "yarn") {
         if (const std::string key = prefix + "original_context_length"; g[key])
@@ -196,44 +200,58 @@ static void add_rope_scaling(sj::Writer& w, const GgufFile& g) {
 
 std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
     const std::string architecture(g["general.architecture"].string());
-    if (architecture != "qwen3")
-        g.fail(format("a GGUF file of architecture \"%.60s\", only \"qwen3\" is supported", architecture.c_str()));
+    const bool mixture = architecture == "qwen3moe";
+    if (architecture != "qwen3" && !mixture)
+        g.fail(format("a GGUF file of architecture \"%.60s\", only \"qwen3\" and \"qwen3moe\" are supported",
+                      architecture.c_str()));
     if (g["split.count"] && g.integer("split.count") > 1)
         g.fail(format("one of %llu parts of a model; llama-gguf-split --merge makes one file of them",
                       (unsigned long long)g.integer("split.count")));
     if (g["general.quantization_version"] && g.integer("general.quantization_version") != 2)
         g.fail(format("general.quantization_version is %llu, only 2 is supported",
                       (unsigned long long)g.integer("general.quantization_version")));
+    static const std::set<std::string> of_experts = {"expert_count", "expert_used_count", "expert_feed_forward_length",
+                                                     "expert_weights_norm"};
     static const std::set<std::string> known = {
         "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
         "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
         "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
         "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow", "vocab_size", "pooling_type"};
+    const std::string prefix = gguf_prefix(g);
     for (auto& [key, v] : g.values)
-        if (key.compare(0, 6, "qwen3.") == 0 && !known.count(key.substr(6)))
+        if (const std::string rest = key.substr(std::min(key.size(), prefix.size()));
+            key.compare(0, prefix.size(), prefix) == 0 && !known.count(rest) && !(mixture && of_experts.count(rest)))
             g.fail(format("metadata has %.100s, which is not supported", key.c_str()));
-    auto integer = [&](const char* key) { return g.integer(std::string("qwen3.") + key); };
+    auto integer = [&](const char* key) { return g.integer(prefix + key); };
     constexpr uint64_t NONE = 0, LAST = 3; // which of a text's vectors are its embedding
-    const uint64_t pooling = g["qwen3.pooling_type"] ? integer("pooling_type") : NONE;
+    const uint64_t pooling = g[prefix + "pooling_type"] ? integer("pooling_type") : NONE;
     if (pooling != NONE && pooling != LAST)
-        g.fail(format("qwen3.pooling_type is %llu, only 0 (none) and 3 (last) are supported",
+        g.fail(format("%spooling_type is %llu, only 0 (none) and 3 (last) are supported", prefix.c_str(),
                       (unsigned long long)pooling));
     const uint64_t C = integer("embedding_length"), H = integer("attention.head_count");
-    const uint64_t D = g["qwen3.attention.key_length"] ? integer("attention.key_length") : H ? C / H : 0;
+    const uint64_t D = g[prefix + "attention.key_length"] ? integer("attention.key_length") : H ? C / H : 0;
     for (const char* key : {"attention.value_length", "rope.dimension_count"})
-        if (g[std::string("qwen3.") + key] && integer(key) != D)
-            g.fail(format("qwen3.%s is not attention.key_length, which is not supported", key));
+        if (g[prefix + key] && integer(key) != D)
+            g.fail(format("%s%s is not attention.key_length, which is not supported", prefix.c_str(), key));
     sj::Writer w;
-    w.object().key("architectures").array().value(pooling == LAST ? "Qwen3Model" : "Qwen3ForCausalLM").end();
-    w.field("model_type", "qwen3");
+    w.object().key("architectures").array();
+    w.value(format("Qwen3%s%s", mixture ? "Moe" : "", pooling == LAST ? "Model" : "ForCausalLM")).end();
+    w.field("model_type", mixture ? "qwen3_moe" : "qwen3");
     w.field("hidden_act", "silu").field("attention_bias", false).field("use_sliding_window", false);
     w.field("hidden_size", C).field("num_hidden_layers", integer("block_count")).field("num_attention_heads", H);
-    w.field("num_key_value_heads", g["qwen3.attention.head_count_kv"] ? integer("attention.head_count_kv") : H);
+    w.field("num_key_value_heads", g[prefix + "attention.head_count_kv"] ? integer("attention.head_count_kv") : H);
     w.field("head_dim", D).field("intermediate_size", integer("feed_forward_length")).field("vocab_size", vocabulary);
+    if (mixture) { // llama.cpp divides the shares by their sum unless the file says otherwise
+        const GgufValue& normed = g[prefix + "expert_weights_norm"];
+        if (normed && normed.type != GgufValue::BOOL) g.fail("metadata: " + prefix + "expert_weights_norm is no bool");
+        w.field("num_experts", integer("expert_count")).field("num_experts_per_tok", integer("expert_used_count"));
+        w.field("moe_intermediate_size", integer("expert_feed_forward_length"));
+        w.field("norm_topk_prob", !normed || *normed.data != 0);
+    }
     w.field("max_position_embeddings", integer("context_length"));
-    w.field("rms_norm_eps", g.real("qwen3.attention.layer_norm_rms_epsilon"));
-    w.field("rope_theta", g["qwen3.rope.freq_base"] ? g.real("qwen3.rope.freq_base") : 10000.);
+    w.field("rms_norm_eps", g.real(prefix + "attention.layer_norm_rms_epsilon"));
+    w.field("rope_theta", g[prefix + "rope.freq_base"] ? g.real(prefix + "rope.freq_base") : 10000.);
     add_rope_scaling(w, g);
     w.field("tie_word_embeddings", tied).field("torch_dtype", "bfloat16").end();
     return w.text;
@@ -241,7 +259,7 @@ std::string gguf_config(const GgufFile& g, int64_t vocabulary, bool tied) {
 
 static const char* const GGUF_NAMES[] = { // by TensorKind
     "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "attn_norm", "attn_q_norm",
-    "attn_k_norm", "ffn_norm", "token_embd", "output_norm", "output"};
+    "attn_k_norm", "ffn_norm", "ffn_gate_inp", "token_embd", "output_norm", "output"};
 
 std::string gguf_name(const ModelTensor& t) {
     const std::string block = t.layer < 0 ? "" : format("blk.%d.", t.layer);
@@ -251,6 +269,9 @@ std::string gguf_name(const ModelTensor& t) {
 std::string hugging_face_name(const std::string& name) {
     int layer = -1;
     if (sscanf(name.c_str(), "blk.%5d.", &layer) == 1 && layer < 0) return "";
+    for (TensorKind kind : {GATE_PROJ, UP_PROJ, DOWN_PROJ}) // all experts of a layer in one
+        if (layer >= 0 && name == format("blk.%d.%s_exps.weight", layer, GGUF_NAMES[kind]))
+            return format("model.layers.%d.mlp.experts.%s", layer, strchr(TENSOR_NAMES[kind], '.') + 1);
     for (int kind = 0; kind < (int)std::size(GGUF_NAMES); kind++)
         if (const ModelTensor t = {(TensorKind)kind, kind < EMBED ? layer : -1, 0, 0};
             (kind >= EMBED || layer >= 0) && gguf_name(t) == name)

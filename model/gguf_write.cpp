@@ -275,6 +275,7 @@ static void add_tokenizer(GgufPairs& h, const ModelFile& file, const Tokenizer& 
 }
 
 GgufWritten write_gguf(const ModelFile& file, const Tokenizer& tokenizer, const std::string& path) {
+    if (file.config.E) DIE("%s: a mixture of experts is not written as GGUF", file.path.c_str());
     const Tensors from = readable_tensors(file);
     GgufWritten written;
     GgufLosses losses;
@@ -319,12 +320,13 @@ GgufWritten write_gguf_adapter(const AdapterFile& adapter, const Config& c, cons
     std::vector<OutGgufTensor> tensors;
     for (const ModelTensor& m : targeted(c, adapter.config))
         for (const char matrix : {'A', 'B'}) {
-            const Tensor& t = adapter.tensors.at(adapter_tensor(m.layer, m.kind, matrix));
+            if (m.expert >= 0) DIE("%s: an adapter of experts is not written as GGUF", adapter.path.c_str());
+            const Tensor& t = adapter.tensors.at(adapter_tensor(m, matrix));
             tensors.push_back({gguf_name(m) + (matrix == 'A' ? ".lora_a" : ".lora_b"), t.dtype, t.shape,
                                [&t](OutputFile& out) { out.write(t.data, t.bytes); }});
         }
     GgufPairs h;
-    h.text("general.architecture", "qwen3");
+    h.text("general.architecture", c.E ? "qwen3moe" : "qwen3");
     h.text("general.type", "adapter");
     h.text("general.name", name_of(adapter.path));
     h.text("adapter.type", "lora");

@@ -85,6 +85,9 @@ void check_gpu(const std::string& name, const Config& c, bool logits) {
     if (c.C % 8 || c.F % 8 || (c.V % 8 && logits))
         DIE("%s: the GPU's kernels need hidden size (%d), ffn size (%d) and vocabulary rows (%d) in multiples of 8 "
             "(--device cpu)", n, c.C, c.F, c.V);
+    if (c.E % 8 || c.M % 8)
+        DIE("%s: the GPU's kernels need experts (%d) and their ffn size (%d) in multiples of 8 (--device cpu)", n, c.E,
+            c.M);
 }
 
 std::string gpu_name(int device) {

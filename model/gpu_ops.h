@@ -4,20 +4,24 @@
 #include "model/context.h"
 #include "model/dropout.h"
 #include "model/sampling.h"
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 struct AdamW; // qwen3.cu, Book I, has these
 struct Batch;
 struct Config;
 struct HeadShape;
 template <class T> struct Attended;
+template <class T> struct Expert;
 template <class T> struct HeadNormGradients;
 template <class T> struct HeadNorms;
 template <class T> struct KVCache;
 template <class T> struct LayerCache;
 template <class T> struct Linear;
 template <class A> struct LossRows;
+template <class T> struct Routed;
 
 // ---- Sampling on a GPU: parameters, and the destination of the sampled tokens.
 struct Draw {
@@ -83,6 +87,15 @@ void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<b
                 const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape);
 void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
                             const Linear<bf16>& W, int N, float eps);
+void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linear<bf16>& W, const Batch& b, int k,
+               bool normed);
+void expert_mlp_gpu(Context& ctx, float* out, bf16* gate_up, bf16* hidden, bf16* rows, const float* residual,
+                    const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);
+// Floats of expert_mlp_gpu's scratch, `rows`: the outputs of all pairs, or of at least 128 of their columns.
+inline size_t expert_scratch(int N, int C, int k) {
+    const size_t pairs = (size_t)N * k, enough = 16 << 20;
+    return std::max(std::min(pairs * C, enough), pairs * std::min(C, 128));
+}
 void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
 void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C); // head's first half
 

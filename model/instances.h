@@ -17,11 +17,14 @@
 #define BOOK_I_INSTANCES(T) \
     BOOK_I_INSTANCE void layer_forward(Context&, const Config&, const Layer<T>&, const Batch&, \
                                        typename Activations<T>::PerLayer&, const LayerCache<T>&, const acc<T>*); \
+    BOOK_I_INSTANCE void mlp_forward(Context&, const Config&, const Layer<T>&, const Batch&, \
+                                     typename Activations<T>::PerLayer&); \
     BOOK_I_INSTANCE void forward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, \
                                  KVCache<T>&, const acc<T>*); \
     BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
                                        const Gradients<T>*, acc<T>*, const int*, const int*, acc<T>, int, int, \
                                        const acc<T>*); \
+    BOOK_I_INSTANCE double balance_loss(acc<T>*, const Config&, const Activations<T>&, const Batch&, double); \
     BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
                                   const Gradients<T>&, KVCache<T>&, const acc<T>*);
 

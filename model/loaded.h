@@ -72,7 +72,7 @@ template <class T> struct LoadedAs : LoadedModel {
     void decode_for_long() const override;
     std::unique_ptr<Conversation> open(int tokens) const override;
     const char* type_name() const override;
-    bool packed() const override { return weights.layers[0].down.format != Format::PLAIN; }
+    bool packed() const override { return last_product(weights.layers.back()).format != Format::PLAIN; }
     size_t step_bytes() const override;
     size_t token_bytes() const override;
 };

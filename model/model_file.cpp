@@ -30,8 +30,9 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     if (!fault.empty()) DIE("%s: config: %s", name, fault.c_str());
     const sj::Value j = doc.root();
     if (!j.is(sj::Object)) DIE("%s: config is not a JSON object", name);
-    if (j["model_type"].str() != "qwen3")
-        DIE("%s: model_type is %.60s, only \"qwen3\" is supported", name,
+    const bool mixture = j["model_type"].str() == "qwen3_moe";
+    if (j["model_type"].str() != "qwen3" && !mixture)
+        DIE("%s: model_type is %.60s, only \"qwen3\" and \"qwen3_moe\" are supported", name,
             j["model_type"] ? std::string(j["model_type"].raw()).c_str() : "missing");
 
     // ---- Keys that must be off, or have one value
@@ -41,10 +42,12 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     auto must_be = [&](const char* key, bool ok) { if (j[key] && !ok) refuse(key, j[key]); };
     auto off = [](sj::Value v) { return v.is(sj::Null) || v.is(sj::False); };
     for (const char* key : {"attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
-                            "num_experts", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
-                            "residual_multiplier", "embedding_multiplier", "tie_encoder_decoder", "is_encoder_decoder",
-                            "use_bidirectional_attention"})
+                            "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_multiplier",
+                            "embedding_multiplier", "tie_encoder_decoder", "is_encoder_decoder",
+                            "use_bidirectional_attention", "shared_expert_intermediate_size", "n_shared_experts"})
         must_be(key, off(j[key]));
+    if (!mixture)
+        for (const char* key : {"num_experts", "num_local_experts"}) must_be(key, off(j[key]));
     must_be("hidden_act", j["hidden_act"].str() == "silu");
     must_be("partial_rotary_factor", j["partial_rotary_factor"].number() == 1);
     must_be("use_qk_norm", j["use_qk_norm"].is(sj::True));
@@ -67,7 +70,7 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     c.L = integer("num_hidden_layers", 1, 4096, -1);
     c.H = integer("num_attention_heads", 1, 4096, -1);
     c.K = integer("num_key_value_heads", 1, 4096, -1);
-    c.D = integer("head_dim", 2, MAX_HEAD, 128); // 128 is Hugging Face's default for qwen3
+    c.D = integer("head_dim", 2, MAX_HEAD, mixture ? c.C / c.H : 128); // Hugging Face's defaults
     c.F = integer("intermediate_size", 1, 1 << 20, -1);
     c.V = integer("vocab_size", 1, 1 << 24, -1);
     c.max_positions = integer("max_position_embeddings", 1, 1 << 24, -1);
@@ -84,6 +87,35 @@ Config parse_config(const std::string& file, std::string_view text, std::string_
     if (tied && !tied.is_bool()) refuse("tie_word_embeddings", tied);
     c.tied = tied.boolean(false);
     c.end_tokens = parse_end_tokens(name, j, generation_text, c.V);
+    if (!mixture) return c;
+
+    // ---- Experts
+    // transformers 5 writes num_local_experts.
+    const char* count = j["num_local_experts"] && !j["num_experts"] ? "num_local_experts" : "num_experts";
+    c.E = integer(count, 1, 4096, -1);
+    if (j["num_local_experts"] && integer("num_local_experts", 1, 4096, -1) != c.E)
+        DIE("%s: config: num_experts and num_local_experts differ", name);
+    c.k = integer("num_experts_per_tok", 1, 4096, -1);
+    c.M = integer("moe_intermediate_size", 1, 1 << 20, -1);
+    c.sparse_step = integer("decoder_sparse_step", 1, 1 << 20, 1);
+    if (c.k > c.E) DIE("%s: config: num_experts_per_tok = %d, and there are %d experts", name, c.k, c.E);
+    if (c.k > MOST_CHOSEN) DIE("%s: config: num_experts_per_tok = %d is more than %d", name, c.k, MOST_CHOSEN);
+    if ((int64_t)c.E * c.L > MOST_EXPERTS || (int64_t)c.k * c.M > 1 << 24)
+        DIE("%s: config: %d layers of %d experts, %d of %d a token, are too many", name, c.L, c.E, c.k, c.M);
+    const sj::Value normed = j["norm_topk_prob"], dense = j["mlp_only_layers"];
+    if (normed && !normed.is_bool()) refuse("norm_topk_prob", normed);
+    c.normed_shares = normed.boolean(false);
+    const sj::Value scores = j["output_router_logits"], coefficient = j["router_aux_loss_coef"];
+    if (scores && !scores.is_bool() && !scores.is(sj::Null)) refuse("output_router_logits", scores);
+    if (coefficient && !(coefficient.number() >= 0 && coefficient.number() < 1e6))
+        refuse("router_aux_loss_coef", coefficient);
+    if (scores.boolean(false)) c.balance = (float)(coefficient ? coefficient.number() : 0.001); // transformers' default
+    if (dense && !dense.is(sj::Array) && !dense.is(sj::Null)) refuse("mlp_only_layers", dense);
+    for (sj::Value v : dense.items()) {
+        int64_t l = 0;
+        if (!v.integer(&l) || l < 0 || l >= c.L) refuse("mlp_only_layers", dense);
+        c.dense_layers.push_back((int)l);
+    }
     return c;
 }
 
@@ -196,9 +228,11 @@ bool ModelFile::is_fp8() const { // has such matrices, that is
 
 uint64_t ModelFile::hash() const {
     uint64_t hash = fnv1a(config_text.data(), config_text.size());
+    const size_t samples = config.E ? 2 : 16; // of thousands of experts' tensors fewer
     auto add = [&](const Tensor& tensor) {
-        const size_t sample = std::min(tensor.bytes, (size_t)256);
-        for (size_t i = 0; i < 16; i++) hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / 15, sample, hash);
+        const size_t sample = std::min(tensor.bytes, (size_t)256), step = samples - 1;
+        for (size_t i = 0; i < samples; i++)
+            hash = fnv1a(tensor.data + (tensor.bytes - sample) * i / step, sample, hash);
     };
     for (auto& [name, tensor] : tensors) {
         hash = fnv1a(name.data(), name.size() + 1, hash);
@@ -250,6 +284,7 @@ void ModelFile::open_gguf() {
     for (uint64_t id : vocabulary->end_tokens(g)) ends.value(id);
     generation_text = ends.end().end().text;
     config = parse_config(g.path, config_text, generation_text);
+    cut_experts();
     Tensors rest = tensors;
     for (const ModelTensor& t : model_tensors(config))
         if (const auto at = rest.find(t.name()); at != rest.end())
@@ -275,6 +310,7 @@ std::optional<QuantizationConfig> ModelFile::take_quantization(const std::string
 void ModelFile::finish(const std::optional<QuantizationConfig>& quantization) {
     if (quantization) Packer{path, tensors, *quantization}.run();
     name_as_usual();
+    cut_experts();
     drop_biases();
     check_superfluous();
 }
@@ -321,12 +357,37 @@ void ModelFile::drop_biases() {
 void ModelFile::name_as_usual() {
     sj::Doc doc;
     sj::parse(doc, config_text);
-    bare = doc.root()["architectures"][(size_t)0].str() == "Qwen3Model";
+    const std::string architecture = doc.root()["architectures"][(size_t)0].str();
+    bare = architecture == "Qwen3Model" || architecture == "Qwen3MoeModel";
     if (!tensors.count("embed_tokens.weight") || tensors.count("model.embed_tokens.weight")) return;
     bare = true;
     Tensors usual;
     for (auto& [name, tensor] : tensors) usual.emplace((name == "lm_head.weight" ? "" : "model.") + name, tensor);
     tensors.swap(usual);
+}
+
+void ModelFile::cut_experts() {
+    const int64_t E = config.E, C = config.C, M = config.M;
+    const struct { const char* name; std::vector<TensorKind> kinds; Shape shape; } stacks[] = {
+        {"gate_up_proj", {GATE_PROJ, UP_PROJ}, {E, 2 * M, C}}, {"gate_proj", {GATE_PROJ}, {E, M, C}},
+        {"up_proj", {UP_PROJ}, {E, M, C}}, {"down_proj", {DOWN_PROJ}, {E, C, M}}};
+    for (int l = 0; l < config.L; l++)
+        for (auto& stack : stacks) {
+            const auto found = tensors.find(format("model.layers.%d.mlp.experts.%s", l, stack.name));
+            if (!config.sparse(l) || found == tensors.end()) continue;
+            const Tensor all = found->second;
+            need_shape(found->first, all, stack.shape);
+            tensors.erase(found);
+            const int parts = (int)stack.kinds.size();
+            Tensor one = all;
+            one.shape = {stack.shape[1] / parts, stack.shape[2]}, one.bytes = all.bytes / (size_t)(E * parts);
+            for (int i = 0; i < E * parts; i++, one.data += one.bytes) {
+                const std::string name = ModelTensor{stack.kinds[i % parts], l, 0, 0, i / parts}.name();
+                if (!tensors.emplace(name, one).second)
+                    DIE("%s: tensor %s is there twice, alone and with the other experts'", all.file.c_str(),
+                        name.c_str());
+            }
+        }
 }
 
 Dtype ModelFile::embedding_type() const {

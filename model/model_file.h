@@ -12,6 +12,9 @@
 #include "model/safetensors.h"
 #include "model/tensors.h"
 
+// Experts of a token, of which kernels keep a list; and of a whole model, each of which has three tensors.
+constexpr int MOST_CHOSEN = 32, MOST_EXPERTS = 1 << 16;
+
 // Reads config.json (or its text in model.bin). Every key that changes the computation is either read or must have the
 // one value that this program computes; keys of training and bookkeeping are ignored.
 Config parse_config(const std::string& file, std::string_view text, std::string_view generation_text);
@@ -65,9 +68,9 @@ struct ModelFile {
     // Changes the config, and its text: --rope-scaling. original: positions of training; 0: the config's.
     void scale_rope(const std::string& type, double factor, int original);
 
-    // Names this config and these weights. It reads only 16 samples of 256 bytes of each tensor, evenly spread: this
-    // takes milliseconds, and is enough, since training moves every number. Models that differ only between the samples
-    // have the same hash.
+    // Names this config and these weights. It reads only 16 samples of 256 bytes of each tensor, evenly spread (2 of a
+    // mixture of experts): this takes milliseconds, and is enough, since training moves every number. Models that
+    // differ only between the samples have the same hash.
     uint64_t hash() const;
 
   private:
@@ -86,6 +89,8 @@ struct ModelFile {
     void check_superfluous() const;
     // A bare Qwen3Model, as Qwen3-Embedding is published, has no "model." before its tensors' names.
     void name_as_usual();
+    // transformers 5 and GGUF keep the matrices of all experts of a layer in one tensor: it becomes a tensor for each.
+    void cut_experts();
     Dtype embedding_type() const;
     void add(const std::string& file, Metadata& metadata);
     // model.safetensors.index.json: {"weight_map": {"TENSOR": "FILE", ..}}; the files are in the same folder.

@@ -16,6 +16,7 @@ struct Optional {
     template <class L, class Use> static void parts(Context&, const L& W, bool columns, Use use) {
         use(0, columns ? W.in : W.out(), W.w[0]);
     }
+    template <class... A> static bool experts(A&&...) { return false; }
     template <class... A> static bool packed_rows(A&&...) { return false; }
     template <class... A> static int attention(A&&...) { return 0; }
     template <class... A> static bool attention_backward(A&&...) { return false; }

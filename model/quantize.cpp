@@ -97,6 +97,8 @@ static void check_quantization(const ModelFile& file, const Quantization& how) {
     if (file.is_quantized() || file.is_int8())
         DIE("%s: is quantised already; --convert makes bf16 of it", file.path.c_str());
     check_groups(file, how);
+    if (!how.text.empty() && file.config.E)
+        DIE("%s: a mixture of experts is quantised without a calibration text", file.path.c_str());
     if (!how.text.empty() && how.windows() == 0)
         DIE("the calibration text has %zu tokens, a window %d", how.text.size(), how.window);
 }

@@ -30,9 +30,16 @@ template <class T> size_t weight_bytes(const Linear<T>& W) {
     const size_t scale = W.format == Format::FP8 ? 4 : W.zero[0] ? 3 : 2, each = (size_t)W.group_rows;
     return (size_t)W.out() * W.row_bytes() + ((size_t)W.out() + each - 1) / each * (size_t)W.groups() * scale;
 }
-template <class T> size_t step_bytes(const Weights<T>& w) {
+template <class T> size_t step_bytes(const Weights<T>& w, size_t chosen = 0) { // chosen: experts of a token, Config::k
     size_t n = weight_bytes(w.head);
-    for (auto& l : w.layers)
-        for (const Linear<T>* W : {&l.qkv, &l.o, &l.gate_up, &l.down}) n += weight_bytes(*W);
+    for (auto& l : w.layers) {
+        n += weight_bytes(l.qkv) + weight_bytes(l.o);
+        if (l.experts.empty()) {
+            n += weight_bytes(l.gate_up) + weight_bytes(l.down);
+            continue;
+        }
+        const Expert<T>& one = l.experts[0];
+        n += weight_bytes(l.router) + chosen * (weight_bytes(one.gate_up) + weight_bytes(one.down));
+    }
     return n;
 }

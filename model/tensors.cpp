@@ -2,6 +2,8 @@
 
 std::string ModelTensor::name() const { // Hugging Face's
     if (layer < 0) return format("%s.weight", TENSOR_NAMES[kind]);
+    if (expert >= 0) // mlp.gate_proj of each
+        return format("model.layers.%d.mlp.experts.%d.%s.weight", layer, expert, strchr(TENSOR_NAMES[kind], '.') + 1);
     return format("model.layers.%d.%s.weight", layer, TENSOR_NAMES[kind]);
 }
 
@@ -17,11 +19,15 @@ std::vector<ModelTensor> model_tensors(const Config& c) {
             {K_NORM, l, c.D, 0},
             {O_PROJ, l, c.C, c.H * c.D},
             {POST_NORM, l, c.C, 0},
-            {GATE_PROJ, l, c.F, c.C},
-            {UP_PROJ, l, c.F, c.C},
-            {DOWN_PROJ, l, c.C, c.F},
         };
         all.insert(all.end(), std::begin(layer), std::end(layer));
+        auto add_mlp = [&](int F, int expert) {
+            all.insert(all.end(), {{GATE_PROJ, l, F, c.C, expert}, {UP_PROJ, l, F, c.C, expert},
+                                   {DOWN_PROJ, l, c.C, F, expert}});
+        };
+        if (!c.sparse(l)) add_mlp(c.F, -1);
+        else all.push_back({ROUTER, l, c.E, c.C});
+        for (int e = 0; c.sparse(l) && e < c.E; e++) add_mlp(c.M, e);
     }
     all.push_back({FINAL_NORM, -1, c.C, 0});
     if (!c.tied) all.push_back({HEAD, -1, c.V, c.C});

@@ -12,6 +12,13 @@
 // mapped file into one pinned buffer while the other one is being copied: so the link limits the rate, not page faults.
 template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
     check_gpu(file.path, file.config, file.logits);
+    for (const Layer<bf16>& layer : layers) // (their kernels take one format)
+        for (const Expert<bf16>& e : layer.experts)
+            for (auto which : {&Expert<bf16>::gate_up, &Expert<bf16>::down})
+                if (const Linear<bf16>&W = e.*which, &first = layer.experts[0].*which;
+                    W.format != first.format || W.group != first.group || !W.zero[0] != !first.zero[0])
+                    DIE("%s: its experts are not all in one packed format (without --packed they become bfloat16)",
+                        file.path.c_str());
     std::vector<UploadPiece> pieces;
     std::vector<std::vector<uint8_t>> made;
     gpu.gpu = true;

@@ -180,7 +180,7 @@ template <class T> struct WeightLoader {
 };
 
 template <class T> const char* type_name(const Weights<T>& w) {
-    switch (w.layers[0].down.format) {
+    switch (last_product(w.layers.back()).format) {
         case Format::INT8: return "int8";
         case Format::INT4: return "int4";
         case Format::FP8: return "fp8";
@@ -191,6 +191,8 @@ template <class T> const char* type_name(const Weights<T>& w) {
 template <class T> Weights<T>::Weights(const ModelFile& file, Format made, bool packed) {
     WeightLoader<T> loader{*this, file};
     layers.resize(file.config.L);
+    for (int l = 0; l < file.config.L; l++)
+        if (file.config.sparse(l)) layers[l].experts.resize(file.config.E);
     std::vector<ModelTensor> blocks; // of the Linear at work
     for (const ModelTensor& t : model_tensors(file.config)) {
         const TensorPlace<T> place = place_of(*this, t);
@@ -201,7 +203,7 @@ template <class T> Weights<T>::Weights(const ModelFile& file, Format made, bool 
         }
         if (place.block == 0) blocks.clear();
         blocks.push_back(t);
-        loader.load_block(*place.linear, place.block, t, made, packed);
+        loader.load_block(*place.linear, place.block, t, t.kind == ROUTER ? Format::PLAIN : made, packed);
         const bool last = t.kind == V_PROJ || t.kind == UP_PROJ;
         // A product's blocks are of one format. INT8 holds all that is quantised.
         const bool some_plain = loader.plain;
@@ -253,7 +255,8 @@ bool copy_to_huge_pages(const MappedFile& map) {
 template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& w) {
     size_t all = 0;
     bool mapped = false; // or converted; norms may be so all the same
-    const void* used = w.layers[0].down.w[0] ? (const void*)w.layers[0].down.w[0] : w.layers[0].down.q[0];
+    const Linear<T>& last = last_product(w.layers.back());
+    const void* used = last.w[0] ? (const void*)last.w[0] : last.q[0];
     for (const MappedFile& map : file.maps) all += map.size, mapped |= used >= map.data && used < map.data + map.size;
     char enabled[64] = "[never]"; // a system without such pages has no such file
     if (FILE* f = fopen("/sys/kernel/mm/transparent_hugepage/enabled", "r")) {

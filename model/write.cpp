@@ -98,8 +98,8 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
             tensors.push_back({name, dtype, W.shape, [&](OutputFile& out) { write_tensor(out, name, W); }});
             continue;
         }
-        const Tensor& A = adapter.tensors.at(adapter_tensor(at->second.layer, at->second.kind, 'A'));
-        const Tensor& B = adapter.tensors.at(adapter_tensor(at->second.layer, at->second.kind, 'B'));
+        const Tensor& A = adapter.tensors.at(adapter_tensor(at->second, 'A'));
+        const Tensor& B = adapter.tensors.at(adapter_tensor(at->second, 'B'));
         tensors.push_back({name, dtype, W.shape, [&, s = (float)adapter.config.scale()](OutputFile& out) {
             write_merged_matrix(out, name, W, A, B, s);
         }});

@@ -61,6 +61,8 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
     give_copies(stored, first);
     if (first_stored) give_copies(first_stored, first);
     g.layer.resize(c.L);
+    for (int l = 0; l < c.L; l++)
+        if (c.sparse(l)) g.layer[l].experts.resize(c.E);
     use(stored);
     if (o.full) {
         each_tensor([&](const ModelTensor& t, size_t at) {
@@ -70,7 +72,7 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
     } else {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
             const Adapter<T>& adapter = linear.adapter;
-            auto& to = gradient_of_module(adapter.module[0] % MODULES, adapter.module[0] / MODULES);
+            auto& to = gradient_of_module(module_numbered(adapter.module[0], c.L));
             to.A = gradient + at.A, to.B = gradient + at.B;
         });
     }
@@ -109,9 +111,11 @@ template <class T> void Parameters<T>::each_range(const std::function<void(size_
     });
 }
 
-template <class T> typename Gradients<T>::OfLinear& Parameters<T>::gradient_of_module(int m, int l) {
-    auto& layer = g.layer[l];
-    return m <= V_PROJ ? layer.qkv : m == O_PROJ ? layer.o : m == DOWN_PROJ ? layer.down : layer.gate_up;
+template <class T> typename Gradients<T>::OfLinear& Parameters<T>::gradient_of_module(const ModuleOf& m) {
+    auto& layer = g.layer[m.layer];
+    if (m.kind <= O_PROJ) return m.kind == O_PROJ ? layer.o : layer.qkv;
+    if (m.expert < 0) return m.kind == DOWN_PROJ ? layer.down : layer.gate_up;
+    return m.kind == DOWN_PROJ ? layer.experts[m.expert].down : layer.experts[m.expert].gate_up;
 }
 
 template <class T> acc<T>*& Parameters<T>::gradient_of(const ModelTensor& t) {
@@ -123,7 +127,8 @@ template <class T> acc<T>*& Parameters<T>::gradient_of(const ModelTensor& t) {
         case Q_NORM: return g.layer[t.layer].q_norm;
         case K_NORM: return g.layer[t.layer].k_norm;
         case POST_NORM: return g.layer[t.layer].norm2;
-        default: return gradient_of_module(t.kind, t.layer).W;
+        case ROUTER: return g.layer[t.layer].router.W;
+        default: return gradient_of_module({t.layer, t.kind, t.expert}).W;
     }
 }
 
@@ -140,7 +145,7 @@ template <class T> void Parameters<T>::divide() {
     };
     if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), t.layer); });
     else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
-        const int layer = linear.adapter.module[0] / MODULES;
+        const int layer = module_numbered(linear.adapter.module[0], c.L).layer;
         is_in(at.A, linear.adapter.width() * linear.in, layer);
         is_in(at.B, linear.adapter.width() * linear.out(), layer);
     });

@@ -1,7 +1,7 @@
 // train/parameters.h: the trained numbers: their places in memory, in the model and on several ranks; AdamW.
 #pragma once
 #include "base/arena.h"
-#include "model/tensors.h"
+#include "model/adapters.h"
 #include "qwen3.cu"
 #include "train/buckets.h"
 #include "train/options.h"
@@ -70,7 +70,7 @@ template <class T> struct Parameters {
     // Calls f(first, n) for each range of an array of parameters that files hold: all but the padding zeros.
     void each_range(const std::function<void(size_t first, size_t n)>& f);
     // Where `backward` finds the gradient of a module's Linear; of any tensor (of a block: of its Linear).
-    typename Gradients<T>::OfLinear& gradient_of_module(int m, int l);
+    typename Gradients<T>::OfLinear& gradient_of_module(const ModuleOf& m);
     A*& gradient_of(const ModelTensor& t);
 
     // Makes the products' copies of loaded parameters. (For parameters that AdamW computes, AdamW makes them.)

@@ -82,7 +82,8 @@ template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<
     int layer = 0;
     each_adapter(w, [&](Linear<T>& linear, AdapterPlace) {
         const Adapter<T>& a = linear.adapter;
-        if (o.recompute && a.module[0] / MODULES != layer) layer = a.module[0] / MODULES, at = 0;
+        const int its = module_numbered(a.module[0], c.L).layer;
+        if (o.recompute && its != layer) layer = its, at = 0;
         f(linear, at);
         at += DropoutMasks::size(a.modules, linear.in, loader.most_tokens), end = std::max(end, at);
     });

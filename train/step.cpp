@@ -19,6 +19,12 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
     if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
         DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
+    if (ctx.gpu && c.E) DIE("%s: a mixture of experts is trained on the CPU only (--device cpu)", file.path.c_str());
+    if (!o.full && o.dropout > 0 && (int64_t)MODULES * c.L * (c.E + 1) > 1 << 16)
+        DIE("%s: --dropout: more than 2^16 modules", file.path.c_str());
+    if (c.balance > 0 && (o.preference || o.grpo))
+        DIE("%s: output_router_logits asks for the load-balancing loss, which is of training on answers only",
+            file.path.c_str());
     params.measure();
     params.divide();
     if constexpr (HAS_GPU<T>) if (ctx.gpu && !o.full) w.upload(ctx, file); // (--full has its own copies)
@@ -81,6 +87,8 @@ void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, 
         else {
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
+            if (to && c.balance > 0) // weighted by the batch's part of the step's trained tokens
+                *results += (double)c.balance * R * balance_loss(d.slope, c, a, b, (double)c.balance * R / (double)all);
         }
         params.last_batch = first + o.batch >= list.size();
         if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);
@@ -134,8 +142,9 @@ typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vecto
     });
     for (const ModelTensor& t : model_tensors(c))
         if (t.kind < MODULES) {
-            products += (double)t.size();
-            if (!o.full && o.lora.targets[t.kind]) adapters += (double)o.lora.rank * (t.rows + t.columns);
+            const double used = t.expert < 0 ? 1 : (double)c.k / c.E; // by a token, on average
+            products += used * (double)t.size();
+            if (!o.full && o.lora.targets[t.kind]) adapters += used * o.lora.rank * (t.rows + t.columns);
         }
     const int more = o.grpo + (first_stored != nullptr) + data.labelled();
     const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;

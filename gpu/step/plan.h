@@ -174,6 +174,7 @@ inline size_t step_words(StepArgs& p, uint4* words, int N) {
 inline const char* step_refuses(const Config& c) {
     if (c.D != STEP_HEAD) return "its heads are not of 128 numbers";
     if (c.H % c.K || c.H / c.K > 8) return "it has more than 8 query heads a KV head";
+    if (c.E) return "it is a mixture of experts";
     if (c.C % 8 || c.F % 8 || c.V % 8) return "its sizes are not multiples of 8";
     return nullptr;
 }

@@ -29,6 +29,7 @@ template <class T> struct MixedLayer {
         norm_product(s.qkv, s.norm1, s.in, base.norm1, &Layer<T>::qkv);
         RUN(attend, s.attention, s.lse, s.q, cache, s.qkv, base.norms(rope), b, c.heads());
         add_product(s.mid, s.in, s.attention, &Layer<T>::o);
+        if (!base.experts.empty()) return each_experts(b, s);
         swiglu_product(s.hidden, s.gate_up, s.norm2, s.mid, base.norm2, &Layer<T>::gate_up);
         add_product(s.out, s.mid, s.hidden, &Layer<T>::down);
     }
@@ -50,6 +51,22 @@ template <class T> struct MixedLayer {
         const auto all = products_of(base);
         const auto product = std::find(all.begin(), all.end(), &(base.*which)) - all.begin();
         return {mixed.of, 4 * l + (int)product, mixed.sums};
+    }
+
+    // The experts of one segment's layer after another's.
+    void each_experts(const Batch& b, typename Activations<T>::PerLayer s) {
+        const auto adapted = [&](const Segment<T>& segment) {
+            const Expert<T>& one = (segment.with ? segment.with->layers[(size_t)l] : base).experts[0];
+            return one.gate_up.adapter.rank || one.down.adapter.rank;
+        };
+        if (std::none_of(segments.begin(), segments.end(), adapted)) return mlp_forward(ctx, c, base, b, s);
+        acc<T> *const mid = s.mid, *const out = s.out;
+        for (const Segment<T>& segment : segments) {
+            Batch part = b;
+            part.N = segment.rows, part.seq = b.seq + segment.first;
+            s.mid = mid + (size_t)segment.first * c.C, s.out = out + (size_t)segment.first * c.C;
+            mlp_forward(ctx, c, segment.with ? segment.with->layers[(size_t)l] : base, part, s);
+        }
     }
 
     void norm_product(T* out, T* normed, const acc<T>* x, const T* w, Which which) {

@@ -530,7 +530,7 @@ EXPORT_TEST("folders that are no Qwen3 checkpoint") {
     write_checkpoint(hf, "BF16", "1234");
     for (auto& [config, fault] : std::map<std::string, std::string>{
              {R"({"model_type": "llama"})", "model_type 'llama' is not supported"},
-             {R"({"model_type": "qwen3_moe"})", "model_type 'qwen3_moe' is not supported"},
+             {R"({"model_type": "qwen2_moe"})", "model_type 'qwen2_moe' is not supported"},
              {"{}", "model_type 'None' is not supported"},
              {R"({"model_type": "qwen3", "quantization_config": {}})", "quantization_config"},
              {"[]", "not a JSON object"},

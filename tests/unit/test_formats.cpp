@@ -570,7 +570,7 @@ TEST_CASE("GGUF: what would be another model is refused by name") {
     auto text = [](const std::string& s) { return Gguf::raw(GgufValue::STRING) + Gguf::text(s); };
     auto u32 = [](uint32_t n) { return Gguf::raw(GgufValue::U32) + Gguf::raw(n); };
     meta("architecture \"llama\", only \"qwen3\"", "general.architecture", text("llama"));
-    meta("architecture \"qwen3moe\", only \"qwen3\"", "general.architecture", text("qwen3moe"));
+    meta("architecture \"qwen2moe\", only \"qwen3\"", "general.architecture", text("qwen2moe"));
     meta("architecture \"\", only \"qwen3\"", "general.architecture", "");
     meta("one of 3 parts of a model", "split.count", Gguf::raw(GgufValue::U16) + Gguf::raw<uint16_t>(3));
     meta("general.quantization_version is 1, only 2", "general.quantization_version", u32(1));

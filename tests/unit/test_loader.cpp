@@ -334,7 +334,8 @@ TEST_CASE("config: every fault is named") {
     };
     const struct { std::string members, word; } cases[] = {
         {R"("model_type": "llama")", "model_type is \"llama\""},
-        {R"("model_type": "qwen3_moe")", "model_type is \"qwen3_moe\""},
+        {R"("model_type": "qwen2_moe")", "model_type is \"qwen2_moe\""},
+        {R"("model_type": "qwen3_moe")", "config has no num_experts"},
         {R"("model_type": 3)", "model_type is 3"},
         {R"("tie_word_embeddings": "no")", "tie_word_embeddings = \"no\""},
         {R"("tie_word_embeddings": 1)", "tie_word_embeddings = 1"},

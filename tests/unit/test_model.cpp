@@ -122,7 +122,10 @@ TEST_CASE_TEMPLATE("logits do not depend on chunks, rewinding or threads", T, bf
 }
 
 TEST_CASE_TEMPLATE("a ragged batch of several sequences gives each what it gets alone", T, bf16, float) {
-    Golden g(std::is_same_v<T, float> ? "untied_f32_sharded" : "tied_bf16");
+    std::string folder = std::is_same_v<T, float> ? "untied_f32_sharded" : "tied_bf16";
+    SUBCASE("dense") {}
+    SUBCASE("experts") { folder = std::is_same_v<T, float> ? "moe/odd_f32" : "moe/bf16"; }
+    Golden g(folder);
     const Config& c = g.file.config;
     Weights<T> weights(g.file);
     Random random{9};

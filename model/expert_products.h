@@ -1,0 +1,242 @@
+// model/expert_products.h: products of rows with their experts' weights on a GPU, for model/experts.cu (bf16) and
+// gpu/packed/experts.cu: kernels, epilogues and launches.
+//
+// Nothing here depends on a decision of the CPU, so a step is one graph: grids have the size that the worst routing
+// needs, and a block finds its expert in `first`. Only the chosen experts' weights are read. The experts of a layer lie
+// at equal distances in memory (Weights::upload), so a kernel takes the first one and these distances.
+//
+// Weights: StreamArgs (bf16), or a packed format's arguments. For these a source defines ExpertStream, go_to and
+// copy_expert_w.
+#pragma once
+#ifdef QWEN3_GPU
+#include "model/experts.h"
+#include "qwen3.cu"
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+struct ExpertsArgs {
+    const int *first, *pair; // of Routed
+    int E, k;
+    bool by_token;           // row i of a block is x[pair[i] / k]; else x[first + i]
+    size_t apart[3] = {};    // bytes from an expert's weights (scales, zero points) to the next one's
+};
+// Places at most, of so many pairs.
+inline int most_places(int pairs, int E, int each) { return std::min(pairs, std::min(pairs, E) + pairs / each); }
+
+// ---- Epilogues: rows of a block are pairs from `first` on.
+struct ExpertSwiglu : SwigluEpilogue { // hidden, in the order of `pair`
+    ExpertSwiglu(bf16* out, size_t F) : SwigluEpilogue(out, nullptr, F) {}
+    __device__ void at(int first) { out += first * F; }
+};
+struct ExpertStore : Epilogue { // the output of each pair, by its number
+    float* out; // (N k, ld)
+    const int* pair;
+    size_t ld;
+    ExpertStore(float* out, const int* pair, size_t ld) : out(out), pair(pair), ld(ld) {}
+    __device__ void at(int first) { pair += first; }
+    __device__ void one(bool inside, int n, int r, float y, float) { if (inside) out[pair[n] * ld + r] = y; }
+    __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + pair[n] * ld + r, y); }
+};
+
+// ---- bf16 weights. A step of stream_kernel has STEP columns.
+template <class Weights, int TILES, bool PAIR> struct ExpertStream;
+template <int TILES, bool PAIR> struct ExpertStream<StreamArgs, TILES, PAIR> {
+    using Loads = StreamWeights<TILES, PAIR>;
+    static constexpr int STEP = 32, IN_FLIGHT = STREAM_LOADS, WARPS = 12;
+};
+__device__ inline void go_to(StreamArgs& p, const ExpertsArgs& of, int e) { // expert e's weights
+    p.W = (const bf16*)((const uint8_t*)p.W + e * of.apart[0]);
+}
+template <class Stages>
+__device__ __forceinline__ void copy_expert_w(const Stages& stages, const StreamArgs&, int step) {
+    stages.copy_w(step);
+}
+
+// ---- Up to 16 tokens: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that share an
+// expert's rows of W, experts at most). No weight is read before the previous kernels have ended: they choose.
+template <class Weights, int TILES, int M, class Epilogue>
+__global__ void __launch_bounds__(ExpertStream<Weights, TILES, Epilogue::PAIR>::WARPS * 32, 2)
+expert_stream_kernel(Weights p, ExpertsArgs of, Epilogue epilogue) {
+    using Stream = ExpertStream<Weights, TILES, Epilogue::PAIR>;
+    constexpr int SUMS = TILES * M * 64; // (tile, token, row)
+    extern __shared__ float shared[];
+    let_next_start();
+    wait_for_previous();
+    const ExpertRows rows = expert_rows<STREAM_TOKENS>(of.first, of.E);
+    if (!rows.n) return;
+    go_to(p, of, rows.e);
+    p.N = rows.n;
+    epilogue.at(rows.first);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    const int first = warp * p.steps, last = min((p.in + Stream::STEP - 1) / Stream::STEP, first + p.steps);
+    typename Stream::Loads weights;
+    constexpr int ROWS = Stream::Loads::ROWS;
+    const int groups = (p.out + ROWS - 1) / ROWS;
+    int group = blockIdx.x;
+    weights.load(p, group, first, last);
+    const bf16* token[M];
+    #pragma unroll
+    for (int m = 0; m < M; m++) {
+        const int n = rows.first + min(g + 8 * m, p.N - 1);
+        token[m] = p.x + (size_t)(of.by_token ? of.pair[n] / of.k : n) * p.in;
+    }
+    float* sums = shared;
+    for (; group < groups; group += gridDim.x) {
+        float sum[TILES][4] = {};
+        for (int step = first; step < last; step += Stream::Loads::LOADS) {
+            if (step > first) weights.load(p, group, step, last);
+            weights.multiply(sum, token, p.in, step);
+        }
+        if (group + (int)gridDim.x < groups) weights.load(p, group + gridDim.x, first, last);
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+            #pragma unroll
+            for (int m = 0; m < M; m++) {
+                float* to = sums + warp * SUMS + ((tile * M + m) * 8 + g) * 8 + 2 * t;
+                *(float2*)to = make_float2(sum[tile][2 * m], sum[tile][2 * m + 1]);
+            }
+        __syncthreads();
+        for (int o = threadIdx.x; o < (Epilogue::PAIR ? SUMS / 2 : SUMS); o += blockDim.x) {
+            const int n = o / 8 % (8 * M), r = group * ROWS + o / (64 * M) * 8 + o % 8;
+            float y = 0, second = 0;
+            for (int v = 0; v < warps; v++) {
+                y += sums[v * SUMS + o];
+                if (Epilogue::PAIR) second += sums[v * SUMS + SUMS / 2 + o];
+            }
+            epilogue.one(n < p.N && r < p.out, n, r, y, second);
+        }
+        sums = sums == shared ? shared + warps * SUMS : shared;
+    }
+}
+template <int M, class Weights, class Epilogue>
+void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pairs, Epilogue epilogue) {
+    constexpr int TILES = 2;
+    using Stream = ExpertStream<Weights, TILES, Epilogue::PAIR>;
+    const int groups = (p.out + Stream::Loads::ROWS - 1) / Stream::Loads::ROWS;
+    const int steps = (p.in + Stream::STEP - 1) / Stream::STEP, places = most_places(pairs, of.E, STREAM_TOKENS);
+    const int warps = std::min(Stream::WARPS, std::max(4, steps * TILES / Stream::IN_FLIGHT));
+    p.steps = (steps + warps - 1) / warps;
+    const int resident = ctx.gpu->sms * (2 * Stream::WARPS / warps);
+    const int blocks = std::min(groups, std::max(1, resident / places));
+    launch(ctx, expert_stream_kernel<Weights, TILES, M, Epilogue>, dim3(blocks, places), warps * 32,
+           2 * (size_t)warps * TILES * M * 64 * sizeof(float), p, of, epilogue);
+}
+
+// ---- More tokens, or `invariant`: tile_kernel's loop (see there). Grid: (tiles of the rows of W, places of S::TOKENS
+// pairs). Copies of x gather the tokens of the pairs.
+template <class S, bool PAIR> struct ExpertStages : TileStages<S, false, false, PAIR> {
+    using Base = TileStages<S, false, false, PAIR>;
+    using Copy = TileCopy<S::TOKENS, false, S::THREADS>;
+    int row[Copy::COUNT]; // of x, for each of this thread's copies
+    __device__ ExpertStages(const TileArgs& p, const TilePlace<S, PAIR>& at, uint32_t shared, const ExpertRows& rows,
+                            const ExpertsArgs& of)
+        : Base{p, at, shared, {}, {}} {
+        #pragma unroll
+        for (int k = 0; k < Copy::COUNT; k++) {
+            const int n = rows.first + min(this->cx.row + k * Copy::STEP, rows.n - 1);
+            row[k] = of.by_token ? of.pair[n] / of.k : n;
+        }
+    }
+    __device__ __forceinline__ void copy_x(int step) const {
+        const uint32_t to = this->x_stage(step) + this->cx.offset;
+        const int i = this->at.number(step) + this->cx.chunk * 8;
+        const bool inside = step < this->at.last && i < this->p.in;
+        #pragma unroll
+        for (int k = 0; k < Copy::COUNT; k++)
+            copy_async(to + k * Copy::STEP * 128, this->p.x + (size_t)row[k] * this->p.ldx + (inside ? i : 0),
+                       inside && this->cx.row + k * Copy::STEP < this->p.N);
+    }
+};
+
+template <class S, class Weights, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, 1)
+expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
+    extern __shared__ __align__(128) uint4 memory[];
+    let_next_start();
+    wait_for_previous();
+    const ExpertRows rows = expert_rows<S::TOKENS>(of.first, of.E);
+    if (!rows.n) return;
+    go_to(weights, of, rows.e);
+    epilogue.at(rows.first);
+    TileArgs p = {weights.x, nullptr, rows.n, weights.in, weights.out};
+    p.ldx = p.ldw = p.in;
+    if constexpr (std::is_same_v<Weights, StreamArgs>) p.W = weights.W;
+    const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, 0);
+    const ExpertStages<S, Epilogue::PAIR> stages(p, at, shared_address(memory), rows, of);
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++) {
+        copy_expert_w(stages, weights, at.first + s);
+        stages.copy_x(at.first + s);
+        commit_copies();
+    }
+    float sum[S::MF][S::NF][4] = {};
+    const auto copy = [&](int step) {
+        if (step < at.last) stages.copy_x(step), copy_expert_w(stages, weights, step);
+    };
+    walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
+        multiply_stage<S, false, false>(sum, stages.x_stage(step), stages.w_stage(step));
+    });
+    wait_for_copies<0>();
+    const int first = at.r0 + S::warp_row();
+    #pragma unroll
+    for (int i = 0; i < S::MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) finish_row<S>(sum[i], h, at.token(i, h), first, p.N, p.out, epilogue);
+}
+template <class S, class Weights, class Epilogue>
+void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, Epilogue epilogue) {
+    const int rows = Epilogue::PAIR ? 2 * p.out : p.out, places = most_places(pairs, of.E, S::TOKENS);
+    if (places > 65535)
+        DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
+    launch(ctx, expert_tile_kernel<S, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places), S::THREADS,
+           S::SHARED, p, of, epilogue);
+}
+
+// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in). N tokens.
+template <class Weights, class Epilogue>
+void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
+    const int pairs = N * of.k, each = pairs / of.E; // on average
+    if (N <= STREAM_TOKENS && !ctx.invariant) {
+        if (N <= 8) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
+        return launch_expert_stream<2>(ctx, p, of, pairs, epilogue);
+    }
+    if (each >= 96 || ctx.invariant) return launch_expert_tiles<Tile128x128>(ctx, p, of, pairs, epilogue);
+    if (each >= 40) return launch_expert_tiles<Tile64x128>(ctx, p, of, pairs, epilogue);
+    return launch_expert_tiles<Tile32x64>(ctx, p, of, pairs, epilogue);
+}
+
+// The distance between the experts' arrays, in bytes, which must be equal; array(W): of one.
+template <class Array>
+size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16> Expert<bf16>::*which, Array array) {
+    const auto at = [&](size_t e) { return (const uint8_t*)array(experts[e].*which); };
+    const size_t step = experts.size() > 1 ? (size_t)(at(1) - at(0)) : 0;
+    for (size_t e = 0; e < experts.size(); e++) {
+        const Linear<bf16>&W = experts[e].*which, &first = experts[0].*which;
+        if (W.format != first.format || W.group != first.group || W.group_rows != first.group_rows)
+            DIE("experts on a GPU: they are not all of one format");
+        if (W.adapter.rank) DIE("experts on a GPU: with an adapter");
+        if (at(e) != (at(0) ? at(0) + e * step : nullptr)) DIE("experts on a GPU: they are not at equal distances");
+    }
+    return step;
+}
+
+// expert_mlp. product(which, x, first, rows, of, epilogue): the product with rows `first` on of each expert's matrix.
+// The outputs of all pairs, or of as many columns as the scratch y holds, are added up afterwards.
+template <class Product>
+void expert_mlp_by(Context& ctx, float* out, bf16* hidden, float* y, const float* residual, const bf16* x,
+                   const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k, Product product) {
+    const int E = (int)experts.size(), C = experts[0].gate_up.in, M = experts[0].down.in;
+    if (C % 8 || M % 8) DIE("experts of (%d,%d): the GPU's kernels take multiples of 8", M, C);
+    ExpertsArgs of = {to.first, to.pair, E, k, true};
+    product(&Expert<bf16>::gate_up, x, 0, M, of, ExpertSwiglu(hidden, M));
+    of.by_token = false;
+    const size_t columns = expert_scratch(N, C, k) / ((size_t)N * k);
+    const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
+    for (int first = 0, n; first < C; first += n) {
+        n = std::min(most, C - first);
+        product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore(y, to.pair, n));
+        launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
+    }
+}
+#endif
