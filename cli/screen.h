@@ -21,7 +21,8 @@ int terminal_columns(int unknown);
 bool colours(); // https://no-color.org
 
 // Shows an answer as it is generated. On a terminal control characters are harmless, lines break between words, a
-// thought is dim instead of between <think> and </think>, and Markdown is drawn; otherwise the text is written unchanged.
+// thought is dim instead of between <think> and </think>, and Markdown is drawn. Elsewhere the text is written
+// unchanged.
 struct Screen {
     // thinks: the markers are a thought's, not text. draws: the answer is Markdown to draw.
     Screen(bool terminal, bool thinks, bool draws);

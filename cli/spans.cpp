@@ -15,7 +15,8 @@ struct SpanReader {
     const std::string_view line; // up to `at` + LONGEST
     const bool whole;            // nothing follows that could close a mark
 
-    SpanReader(std::string_view l, size_t at, bool w) : line(l.substr(0, at + LONGEST)), whole(w || l.size() > line.size()) {}
+    SpanReader(std::string_view all, size_t at, bool ended)
+        : line(all.substr(0, at + LONGEST)), whole(ended || all.size() > line.size()) {}
 
     Span text(size_t at, size_t n) const { return {Span::TEXT, at + n, line.substr(at, n)}; }
     Span unclosed(size_t at, size_t n) const { return whole ? text(at, n) : Span{Span::OPEN, at}; }
@@ -121,7 +122,8 @@ Span SpanReader::formula(size_t at) const {
     if (n > 2 || (n == 1 && isspace((unsigned char)line[at + 1]))) return text(at, n);
     const size_t end = line.find(n == 2 ? "$$" : "$", at + n);
     if (end == NONE || (n == 1 && end + 1 == line.size() && !whole)) return unclosed(at, n);
-    if (n == 1 && (isspace((unsigned char)line[end - 1]) || isdigit((unsigned char)(*this)[end + 1]))) return text(at, 1);
+    const bool price = isspace((unsigned char)line[end - 1]) || isdigit((unsigned char)(*this)[end + 1]);
+    if (n == 1 && price) return text(at, 1);
     return text(at, end + n - at);
 }
 

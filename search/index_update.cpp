@@ -38,7 +38,7 @@ std::unique_ptr<IndexUpdate::Index> IndexUpdate::run() {
     } catch (const IndexFault& e) {
         if (!index) throw;
         tell(std::string(e.what()) + "; it is made anew");
-        read = unchanged = 0, left_out = {};
+        read = unchanged = 0, left_out = {}, known_texts.clear();
         written = update(files, nullptr);
     }
     return written ? std::make_unique<Index>(path) : std::move(index);
@@ -57,6 +57,12 @@ std::unique_ptr<IndexUpdate::Index> IndexUpdate::open_old() const {
     return nullptr;
 }
 
+DocumentText IndexUpdate::text_of(const DocumentFile& f) const {
+    DocumentText text;
+    text.read(folder + "/" + f.name);
+    return text;
+}
+
 bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* old) {
     std::unordered_map<std::string_view, uint64_t> known;
     for (uint64_t i = 0; old && i < old->header().files; i++) known[old->name_of(old->file_at(i))] = i;
@@ -68,10 +74,10 @@ bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* ol
         const Index::File* was = it == known.end() ? nullptr : &old->file_at(it->second);
         bool same = was && was->size == f.size;
         if (same && was->time != f.time) {
-            DocumentText now;
-            now.read(folder + "/" + f.name);
+            DocumentText now = text_of(f);
             same = now.file.hash == was->hash && now.file.fault == was->fault && now.file.time == f.time;
-            touched |= same && was->fault == Index::FINE;
+            touched |= same && (was->fault == Index::FINE || was->fault == Index::NO_TEXT);
+            if (!same && now.converted) known_texts[&f] = std::move(now);
         }
         if (!same) {
             fresh.push_back(&f);
@@ -106,10 +112,12 @@ bool IndexUpdate::only_faults(const Index& old, const std::vector<std::optional<
     LeftOut all = left_out;
     for (const DocumentFile* f : fresh) {
         if (interrupted) DIE("interrupted");
-        DocumentText now;
-        now.read(folder + "/" + f->name);
-        if (now.file.fault == Index::FINE) return false;
-        all.add(now.file.fault, f->name, now.detail);
+        const auto known = known_texts.find(f);
+        DocumentText now = known == known_texts.end() ? text_of(*f) : std::move(known->second);
+        const uint32_t fault = now.file.fault;
+        if (fault != Index::FINE && fault != Index::NO_TEXT) all.add(fault, f->name, now.detail);
+        if (now.converted) known_texts[f] = std::move(now);
+        if (fault == Index::FINE || fault == Index::NO_TEXT) return false; // (scanned pages need not be converted again)
     }
     read = fresh.size(), left_out = all;
     return true;
@@ -145,7 +153,9 @@ void IndexUpdate::add_fresh(IndexBuilder& builder, const std::vector<const Docum
             bytes += fresh[end]->size;
         std::vector<DocumentText> batch(end - begin);
         on_all_threads(batch.size(), [&](size_t i) {
-            batch[i].read(folder + "/" + fresh[begin + i]->name);
+            const auto known = known_texts.find(fresh[begin + i]);
+            if (known == known_texts.end()) batch[i] = text_of(*fresh[begin + i]);
+            else batch[i] = std::move(known->second); // (each thread another)
             batch[i].cut();
         });
         add_batch(builder, batch, &fresh[begin]);

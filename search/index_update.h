@@ -9,6 +9,7 @@
 #include "search/index_builder.h"
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,12 +30,14 @@ struct IndexUpdate {
     std::string folder{}; // file names are relative to it
 
     bool written = false; // the index was written, since something changed
+    std::map<const DocumentFile*, DocumentText> known_texts{}; // of documents that were converted to compare them
 
     // Returns the index, up to date.
     std::unique_ptr<Index> run();
 
   private:
     std::unique_ptr<Index> open_old() const;
+    DocumentText text_of(const DocumentFile& f) const;
     bool update(const std::vector<DocumentFile>& files, const Index* old);
     bool only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
                      const std::vector<const DocumentFile*>& fresh);
