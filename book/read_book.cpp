@@ -98,8 +98,8 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
                             const Reading& how) {
     std::string text, ordered;
     if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, how, text))
-        DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
-            path.c_str(), path.c_str(), stem.c_str());
+        throw NoConverter(format("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext "
+                                 "-layout %s %s.txt", path.c_str(), path.c_str(), stem.c_str()));
     auto pages_of = [](const std::string& all) {
         Strings pages(1);
         for (char c : all)
@@ -154,8 +154,9 @@ static std::string read_document(const std::string& path, const std::string& wor
     const bool there = pandoc_limits(path, how, limits);
     command.insert(command.end(), limits.begin(), limits.end());
     if (!there || !output_of(path, command, how, text))
-        DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t %s %s -o %s.%s",
-            path.c_str(), how.plain ? "plain" : "gfm", path.c_str(), stem.c_str(), how.plain ? "txt" : "md");
+        throw NoConverter(format("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t %s %s "
+                                 "-o %s.%s", path.c_str(), how.plain ? "plain" : "gfm", path.c_str(), stem.c_str(),
+                                 how.plain ? "txt" : "md"));
     return text;
 }
 

@@ -23,8 +23,11 @@ struct Reading {
     double limit = 0;                                 // seconds that a converter may take; 0: 120 of CPU time
 };
 
-// A document that has no text, such as a PDF of scanned pages.
+// A document that has no text, such as a PDF of scanned pages; and one whose converter is not installed.
 struct NoText : Error {
+    using Error::Error;
+};
+struct NoConverter : Error {
     using Error::Error;
 };
 

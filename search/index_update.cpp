@@ -1,7 +1,9 @@
 // search/index_update.cpp: reads new and changed files, takes over the rest; see index_update.h.
 #include "search/index_update.h"
 #include "base/error.h"
+#include "base/file.h"
 #include "base/options.h" // counted, interrupted
+#include "base/temporary.h"
 #include "book/read_book.h"
 #include "search/words.h"
 #include <algorithm>
@@ -13,6 +15,9 @@
 #include <ctime>
 #include <dirent.h>
 #include <new>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #include <random>
 #include <string_view>
 #include <sys/stat.h>
@@ -218,6 +223,36 @@ void IndexUpdate::remove_abandoned() const {
         if (!is_temporary(file, path) || lstat(file.c_str(), &st) != 0) continue;
         if (S_ISREG(st.st_mode) && st.st_mtime < time(nullptr) - 24 * 3600) unlink(file.c_str());
     }
+}
+
+// Texts of one client are indexed by one thread: the others are the engine's.
+struct OneThread {
+#ifdef _OPENMP
+    const int before = omp_get_max_threads();
+    OneThread() { omp_set_num_threads(1); }
+    ~OneThread() { omp_set_num_threads(before); }
+#endif
+};
+
+std::unique_ptr<DocumentIndex> index_of(std::vector<DocumentText> texts, const std::vector<std::string>& names,
+                                        const Jieba& jieba) {
+    const OneThread one;
+    const TemporaryFolder folder;
+    std::vector<DocumentFile> files;
+    std::vector<const DocumentFile*> listed;
+    for (size_t i = 0; i < texts.size(); i++) {
+        texts[i].file.size = texts[i].text.size(), texts[i].file.hash = fnv1a(texts[i].text);
+        texts[i].cut();
+        files.push_back({names[i], texts[i].file.size, 0});
+    }
+    for (auto& file : files) listed.push_back(&file);
+    const Tell silent = [](auto&) {};
+    const std::string path = folder.path + "/index";
+    IndexUpdate update{"", path, jieba, silent, 0};
+    IndexBuilder builder(path, 0);
+    update.add_batch(builder, texts, listed.data());
+    builder.finish();
+    return std::make_unique<DocumentIndex>(path);
 }
 
 std::string default_index(const std::string& root) {

@@ -35,6 +35,9 @@ struct IndexUpdate {
     // Returns the index, up to date.
     std::unique_ptr<Index> run();
 
+    // Adds texts with their files to an index.
+    void add_batch(IndexBuilder& builder, const std::vector<DocumentText>& batch, const DocumentFile* const* files);
+
   private:
     std::unique_ptr<Index> open_old() const;
     DocumentText text_of(const DocumentFile& f) const;
@@ -42,9 +45,12 @@ struct IndexUpdate {
     bool only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
                      const std::vector<const DocumentFile*>& fresh);
     void add_fresh(IndexBuilder& builder, const std::vector<const DocumentFile*>& fresh);
-    void add_batch(IndexBuilder& builder, const std::vector<DocumentText>& batch, const DocumentFile* const* files);
     void remove_abandoned() const;
 };
+
+// An index of texts that are no files of a folder. Its own file has no name any more: it goes with the index.
+std::unique_ptr<DocumentIndex> index_of(std::vector<DocumentText> texts, const std::vector<std::string>& names,
+                                        const Jieba& jieba);
 
 // The default path of a folder's index.
 std::string default_index(const std::string& root);
