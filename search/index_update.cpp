@@ -122,7 +122,7 @@ bool IndexUpdate::only_faults(const Index& old, const std::vector<std::optional<
         const uint32_t fault = now.file.fault;
         if (fault != Index::FINE && fault != Index::NO_TEXT) all.add(fault, f->name, now.detail);
         if (now.converted) known_texts[f] = std::move(now);
-        if (fault == Index::FINE || fault == Index::NO_TEXT) return false; // (scanned pages need not be converted again)
+        if (fault == Index::FINE || fault == Index::NO_TEXT) return false; // (NO_TEXT is recorded)
     }
     read = fresh.size(), left_out = all;
     return true;

@@ -20,7 +20,8 @@ static std::string file_for(const std::string& name, std::string_view bytes) {
     std::string ending = name.substr(std::min(name.rfind('.'), name.size()));
     for (char& c : ending) c = (char)tolower((unsigned char)c);
     const std::string file = "document" + ending;
-    const bool plain = std::all_of(ending.begin(), ending.end(), [](char c) { return isalnum((unsigned char)c) || c == '.'; });
+    auto is_plain = [](char c) { return isalnum((unsigned char)c) || c == '.'; };
+    const bool plain = std::all_of(ending.begin(), ending.end(), is_plain);
     if (!plain || !book::is_document(file, ""))
         throw Refusal(415, name + ": PDF, DOCX, ODT, EPUB and HTML are converted, and nothing else", "name");
     return file;

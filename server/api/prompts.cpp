@@ -95,7 +95,7 @@ std::vector<int> chat_prompt(const Service& service, const Fields& f, const Prom
             const int64_t quarter = service.context / 4, most = f.integer("max_tokens", 1, INT_MAX, quarter);
             const size_t room = (size_t)f.integer("max_completion_tokens", 1, INT_MAX, most);
             const std::shared_ptr<const Documents> documents =
-                f["documents"] ? service.shelf->get(documents_from_json(f["documents"])) : service.documents;
+                has_documents(f) ? service.shelf->get(documents_from_json(f["documents"])) : service.documents;
             ask->sources = add_passages(service, *documents, messages, o, tools, room);
         }
         return render_chat(*service.tokenizer, messages, o.chat, tools);

@@ -1,11 +1,15 @@
 // shelf.cpp: reads, indexes and keeps documents of requests.
 #include "server/api/shelf.h"
-#include "server/api/fields.h"
 #include "server/api/limits.h"
 #include "server/api/refusal.h"
 #include <algorithm>
 
 namespace server {
+
+bool has_documents(const Fields& f) {
+    const sj::Value list = f["documents"];
+    return list && !(list.is(sj::Array) && list.size() == 0);
+}
 
 std::vector<Documents::Text> documents_from_json(sj::Value list) {
     if (!list.is(sj::Array) || list.size() > MAX_DOCUMENTS)

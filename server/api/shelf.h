@@ -1,6 +1,7 @@
 // shelf.h: documents that came with a request, indexed.
 #pragma once
 #include "search/documents.h"
+#include "server/api/fields.h"
 #include "sj.h"
 #include <memory>
 #include <mutex>
@@ -10,7 +11,9 @@
 
 namespace server {
 
-// The field `documents`: [{"title", "text"}].
+// Whether a request has the field `documents`. An empty list counts as absent.
+bool has_documents(const Fields& f);
+// Its value: [{"title", "text"}].
 std::vector<Documents::Text> documents_from_json(sj::Value list);
 
 // The latest documents: the next question of a conversation comes with the same ones.

@@ -106,7 +106,7 @@ function saveChat(chat) {
 function showUnkept() {
   const here = !!current && unkept.has(current.id);
   $('unkept').classList.toggle('hidden', !here);
-  $('unkept').replaceChildren(...here ? [t('unkept') + ' ', h('button', {class: 'plain', type: 'button', onclick: () => exportChats([current], current.title)}, t('exportOne'))] : []);
+  $('unkept').replaceChildren(...here ? [h('span', {}, t('unkept')), h('button', {class: 'plain', type: 'button', onclick: () => exportChats([current], current.title)}, t('exportOne'))] : []);
 }
 addEventListener('beforeunload', e => { if (unkept.size) e.preventDefault(); });
 

@@ -796,7 +796,7 @@ def files(b, url, shots):
         check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
     check(b.js("attached.length") == 2, "what is refused is not attached")
     # A PDF is converted by the server; a question waits for it.
-    b.js("attach([new File(['%PDF-1.4'], 'x y.pdf')])")
+    b.js("attach([new File(['%PDF-1.4'], 'x y.pdf')]); 0")  # (not awaited)
     b.wait("document.querySelectorAll('#files .bars').length === 1")
     check(b.js("document.getElementById('send').disabled"), "no question goes without a file that is being read")
     b.wait("attached.length === 3 && document.querySelectorAll('#files .bars').length === 0")
@@ -876,6 +876,13 @@ def docx(paragraphs):
     return out.getvalue()
 
 
+def drop(b, name, data):
+    """Drops a file on the page and waits until it is read."""
+    b.js(f"""{{ const data = new DataTransfer(); data.items.add(new File([Uint8Array.from(atob('{base64.b64encode(data).decode()}'), c => c.charCodeAt(0))], '{name}'));
+             document.dispatchEvent(new DragEvent('drop', {{dataTransfer: data, bubbles: true, cancelable: true}})) }}""")
+    b.wait("reading.length === 0")
+
+
 def converted(b, url, shots):
     """PDF and DOCX through ./serve, pdftotext and pandoc: in the question if short, looked up if long."""
     b.look()
@@ -886,20 +893,15 @@ def converted(b, url, shots):
     b.js("settings.sampling = {max_tokens: 20, temperature: 0}; saveSettings(); window.plain = call; window.asked = [];"
          "call = (path, o) => { if (path === 'v1/chat/completions') asked.push(JSON.parse(o.body)); return plain(path, o); }")
 
-    def drop(name, data):
-        b.js(f"""{{ const data = new DataTransfer(); data.items.add(new File([Uint8Array.from(atob('{base64.b64encode(data).decode()}'), c => c.charCodeAt(0))], '{name}'));
-                 document.dispatchEvent(new DragEvent('drop', {{dataTransfer: data, bubbles: true, cancelable: true}})) }}""")
-        b.wait("reading.length === 0")
-
-    drop("zoo.pdf", pdf("A zebra has stripes."))
-    drop("notes.docx", docx(["A lion has a mane."]))
+    drop(b, "zoo.pdf", pdf("A zebra has stripes."))
+    drop(b, "notes.docx", docx(["A lion has a mane."]))
     check(b.js("attached.map(f => [f.name, f.text.trim()])") == [["zoo.pdf", "A zebra has stripes."], ["notes.docx", "A lion has a mane."]], "the texts")
-    drop("broken.docx", b"PK\3\4")
+    drop(b, "broken.docx", b"PK\3\4")
     check(re.search(r"broken.docx: pandoc failed: exit status", b.js("document.getElementById('toast').innerText")), "a damaged file is refused")
     b.say("What has a zebra?")
     check(b.js("current.nodes[1].error ?? null") is None and b.js("asked[0].messages[0].content").startswith("zoo.pdf:\n```\nA zebra has stripes.\n```\n\nnotes.docx:\n"), "they go with the question")
     b.js("newChat()")
-    drop("book.docx", docx([f"Chapter {n} is about number {n} and its square {n * n}." for n in range(200)] + ["The okapi lives in the rain forest."]))
+    drop(b, "book.docx", docx([f"Chapter {n} is about number {n} and its square {n * n}." for n in range(200)] + ["The okapi lives in the rain forest."]))
     check("looked up for each question" in b.js("document.querySelector('#files .file').innerText"), "a long one")
     b.shot(shots + "/converted.png")
     b.say("Where lives the okapi?")
@@ -992,6 +994,16 @@ def pictures(b, o, folder):
         b.shot(o.pictures + "/page-context.png")
         b.js("toggleSide(); newChat(); attach([new File(['# Notes'], 'notes.md')]); $('find').value = 'warp'; showList()")
         b.shot(o.pictures + "/page-search.png")
+        b.js("$('find').value = ''; showList(); toggleSide(); newChat(); attached = []; showFiles()")
+        book = ["A warp is a group of 32 threads of one block.", "Shared memory is on the multiprocessor; it is divided into 32 banks.",
+                "Global memory is far from the multiprocessor: a read takes hundreds of cycles."] + [f"Exercise {n}: sum {n * 1000} numbers." for n in range(60)]
+        drop(b, "gpu-book.docx", docx(book))
+        b.say("How is shared memory divided?")
+        b.js("document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
+        drop(b, "report.pdf", pdf("A zebra has stripes."))
+        drop(b, "thesis.docx", docx(book * 3))
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-files.png")
     finally:
         server.kill()
 
