@@ -66,8 +66,15 @@ class Browser:
         return r["result"].get("value")
 
     def wait(self, code, seconds=20):
+        def true():
+            try:
+                return self.js(code)
+            except RuntimeError as e:  # asked while another page came
+                if "navigated or closed" not in str(e):
+                    raise
+
         end = time.time() + seconds
-        while not self.js(code):
+        while not true():
             if time.time() > end:
                 raise SystemExit(f"waited in vain for {code}\n" + self.js("document.body.innerText")[:1500])
             time.sleep(0.03)
