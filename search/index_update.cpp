@@ -236,7 +236,7 @@ struct OneThread {
 
 std::unique_ptr<DocumentIndex> index_of(std::vector<DocumentText> texts, const std::vector<std::string>& names,
                                         const Jieba& jieba) {
-    const OneThread one;
+    [[maybe_unused]] const OneThread one;
     const TemporaryFolder folder;
     std::vector<DocumentFile> files;
     std::vector<const DocumentFile*> listed;

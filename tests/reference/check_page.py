@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The chat page (server/page) in a real browser: Chromium without a window, driven by its DevTools protocol over a pipe.
 
-    apt-get install chromium fonts-noto-cjk
+    apt-get install chromium fonts-noto-cjk pandoc poppler-utils
     python3 tests/reference/check_page.py [--shots FOLDER] [--serve ./serve] [--model data/tiny/model.bin]
     python3 tests/reference/check_page.py --pictures docs
 
