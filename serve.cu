@@ -160,8 +160,9 @@ static std::vector<Option> option_table(Options& o) {
     const std::vector<Option> more = {
         {"", "--api-key-file", "FILE", "one API key per line, optionally followed by a name for the log;\n"
          "requests must carry one of them", file_name(o.key_file)},
-        {"", "--deadline", "SECONDS", "time limit of receiving a request (default 60); connections close after\n"
-         "half of it without a byte, answers not fetched after five times of it", whole(o.server.deadline, 1, 86400)},
+        {"", "--deadline", "SECONDS", "time limit of receiving a request, and of a converter of /convert\n"
+         "(default 60); connections close after half of it without a byte,\n"
+         "answers not fetched after five times of it", whole(o.server.deadline, 1, 86400)},
         {"", "--drain-seconds", "N", "time limit of finishing requests after a signal (default 300)",
          whole(o.server.drain, 0, 86400)},
         {"", "--cors", "ORIGIN", "web origin whose scripts may call; may be repeated", list(o.server.origins)},

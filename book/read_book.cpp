@@ -1,7 +1,6 @@
 #include "book/read_book.h"
 #include "base/file.h"
 #include "base/json_lines.h"
-#include "base/options.h"
 #include "book/characters.h"
 #include "book/pages.h"
 #include "book/report.h"
@@ -13,6 +12,8 @@
 #include <cstring>
 #include <fcntl.h>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <set>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -24,7 +25,8 @@
 namespace book {
 
 // A document may be made to take a converter's whole machine: it has 120 s of CPU time and 1 GB for what it writes;
-// pdftotext also 4 GB of memory (pandoc reserves address space without end). It ends with the thread that started it.
+// pdftotext also 4 GB of memory (pandoc reserves address space without end; see pandoc_limits). It ends with the thread
+// that started it.
 static void limit_converter(const char* program) {
     const auto most = [](auto of, rlim_t value) {
         const rlimit both = {value, value};
@@ -37,7 +39,7 @@ static void limit_converter(const char* program) {
 
 // Runs a program of PATH and returns its standard output. False if it is not installed; if it fails, the last line of
 // its messages is in the error. No shell parses the words.
-static bool output_of(const std::string& path, const Strings& command, std::string& out) {
+static bool output_of(const std::string& path, const Strings& command, const Reading& how, std::string& out) {
     using File = std::unique_ptr<FILE, int (*)(FILE*)>;
     const File text(tmpfile(), fclose), said(tmpfile(), fclose);
     int started[2]; // the child's end closes on exec, or sends errno
@@ -59,11 +61,15 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
     int fault = 0, status = 0;
     while (read(started[0], &fault, sizeof fault) < 0 && errno == EINTR) {}
     close(started[0]);
+    const double start = seconds();
+    bool late = false;
     while (waitpid(child, &status, WNOHANG) == 0) { // (a signal may have reached another thread)
-        if (interrupted) kill(child, SIGKILL);
+        late = how.limit > 0 && seconds() - start > how.limit;
+        if (*how.stop || late) kill(child, SIGKILL);
         usleep(2000);
     }
-    stop_if_interrupted();
+    if (*how.stop) throw Interrupted{};
+    if (late) DIE("%s: %s took longer than %.0f s", path.c_str(), argv[0], how.limit);
     if (fault == ENOENT) return false;
     if (fault) DIE("%s: %s", argv[0], strerror(fault));
     auto all_of = [&](FILE* file) {
@@ -91,9 +97,9 @@ static bool output_of(const std::string& path, const Strings& command, std::stri
 static std::string read_pdf(const std::string& path, const std::string& word, const std::string& stem,
                             const Reading& how) {
     std::string text, ordered;
-    if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, text))
-        DIE("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext -layout %s %s.txt",
-            path.c_str(), path.c_str(), stem.c_str());
+    if (!output_of(path, {"pdftotext", "-layout", "-enc", "UTF-8", word, "-"}, how, text))
+        throw NoConverter(format("%s: a PDF, and there is no pdftotext (install poppler-utils); elsewhere: pdftotext "
+                                 "-layout %s %s.txt", path.c_str(), path.c_str(), stem.c_str()));
     auto pages_of = [](const std::string& all) {
         Strings pages(1);
         for (char c : all)
@@ -103,7 +109,7 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
     };
     Strings pages = pages_of(text);
     if (std::none_of(pages.begin(), pages.end(), in_columns)) return text;
-    output_of(path, {"pdftotext", "-enc", "UTF-8", word, "-"}, ordered);
+    output_of(path, {"pdftotext", "-enc", "UTF-8", word, "-"}, how, ordered);
     const Strings others = pages_of(ordered);
     std::string all;
     size_t turned = 0;
@@ -117,17 +123,40 @@ static std::string read_pdf(const std::string& path, const std::string& word, co
     return all;
 }
 
-// Formats that pandoc converts to Markdown. With --sandbox (from 2.15 on) it loads nothing that the book names.
+// Words that limit this pandoc, asked once: a heap of 2 GB, and --sandbox (from 2.15 on), with which it loads nothing
+// that a book names. False: there is no pandoc.
+static bool pandoc_limits(const std::string& path, const Reading& how, Strings& limits) {
+    static std::mutex mutex;
+    static std::optional<Strings> known;
+    std::lock_guard lock(mutex);
+    if (!known) {
+        Strings heap = {"+RTS", "-M2G", "-RTS"};
+        std::string help;
+        try {
+            if (!output_of(path, {"pandoc", "--help", "+RTS", "-M2G", "-RTS"}, how, help)) return false;
+        } catch (const Error&) { // built without such options
+            heap.clear();
+            if (!output_of(path, {"pandoc", "--help"}, how, help)) return false;
+        }
+        if (help.find("--sandbox") != help.npos) heap.insert(heap.begin(), "--sandbox");
+        known = heap;
+    }
+    limits = *known;
+    return true;
+}
+
+// Formats that pandoc converts to Markdown.
 static std::string read_document(const std::string& path, const std::string& word, const std::string& stem,
                                  const Reading& how) {
-    std::string text, help;
-    if (!output_of(path, {"pandoc", "--help"}, help))
-        DIE("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t %s %s -o %s.%s",
-            path.c_str(), how.plain ? "plain" : "gfm", path.c_str(), stem.c_str(), how.plain ? "txt" : "md");
+    std::string text;
     Strings command = {"pandoc", "-t", how.plain ? "plain" : "gfm-raw_html", "--wrap=none", "--lua-filter", how.filter,
-                       word};
-    if (help.find("--sandbox") != help.npos) command.insert(command.begin() + 1, "--sandbox");
-    output_of(path, command, text);
+                       word}, limits;
+    const bool there = pandoc_limits(path, how, limits);
+    command.insert(command.end(), limits.begin(), limits.end());
+    if (!there || !output_of(path, command, how, text))
+        throw NoConverter(format("%s: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t %s %s "
+                                 "-o %s.%s", path.c_str(), how.plain ? "plain" : "gfm", path.c_str(), stem.c_str(),
+                                 how.plain ? "txt" : "md"));
     return text;
 }
 
@@ -170,7 +199,7 @@ std::string book_text(const std::string& path, std::string_view bytes, const Rea
     need_text(path, text);
     if (text.compare(0, 3, "\xEF\xBB\xBF") == 0) text.erase(0, 3);
     if (document && text.find_first_not_of(" \t\r\n\f") == text.npos)
-        DIE("%s: no text in it%s", path.c_str(), pdf ? "; pictures of pages need OCR first" : "");
+        throw NoText(path + ": no text in it" + (pdf ? "; pictures of pages need OCR first" : ""));
     if (how.clean == "no" || (how.clean == "auto" && !pdf && !was_pdf(text))) return text;
     const CleanText c = clean_pages(text);
     how.tell(format("%s: cleaned as text of a PDF: %zu page breaks, %zu page numbers, %zu running heads and feet, "

@@ -1,6 +1,9 @@
 // book/read_book.h: reads a book as text: Markdown and plain text as they are, PDF by pdftotext, the others by pandoc.
 #pragma once
+#include "base/error.h"
+#include "base/options.h" // interrupted
 #include "book/report.h"
+#include <csignal>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -16,6 +19,16 @@ struct Reading {
     std::string clean, filter;
     bool plain = false;
     std::function<void(const std::string&)> tell = say;
+    const volatile sig_atomic_t* stop = &interrupted; // when it becomes non-zero, a converter is ended: Interrupted
+    double limit = 0;                                 // seconds that a converter may take; 0: 120 of CPU time
+};
+
+// A document that has no text, such as a PDF of scanned pages; and one whose converter is not installed.
+struct NoText : Error {
+    using Error::Error;
+};
+struct NoConverter : Error {
+    using Error::Error;
 };
 
 // The text of a book, as valid UTF-8. bytes: the file's; of a document only the first five are used.

@@ -137,7 +137,7 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
     const double loaded = seconds();
     if (quote_passage(o, tokenizer, sources, (size_t)context, g)) {
         took.quoted = true;
-        if (!o.json) Screen(isatty(1), tokenizer->chat.thinks).show_whole(g.text);
+        if (!o.json) Screen(isatty(1), tokenizer->chat.thinks, o.markdown).show_whole(g.text);
     } else if (g.max_tokens > 0 || !o.prompt_cache.empty()) {
         pace.begin();
         took.reused = feed_prompt(session, prompt);
@@ -145,7 +145,7 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
         took.prompt_s = seconds() - loaded;
         if (!interrupted) cache.save(session);
         if (!o.raw && !o.has_ids) g.in_thought = opens_thought(*tokenizer, prompt);
-        Screen screen(isatty(1), !tokenizer || tokenizer->chat.thinks);
+        Screen screen(isatty(1), !tokenizer || tokenizer->chat.thinks, o.markdown && !o.raw && !o.has_ids);
         speak(session, tokenizer, g, pace, [&](std::string_view s) {
             if (!o.json) screen.show(s);
             if (!lasting && g.ids.size() >= STEPS_TO_HUGE_PAGES) lasting = true, model.decode_for_long();

@@ -152,8 +152,14 @@ void Chat::load(const std::string& word) {
     kept = folder == state_folder() + "/" ? path : ""; // a kept chat is saved to the same file again
     saved = path, changed = false;
     say(path + ": " + counted(messages.size(), "message") + (messages.size() > 2 ? "; the last:" : ""));
-    for (size_t i = messages.size() - std::min<size_t>(2, messages.size()); i < messages.size(); i++)
-        say((messages[i].role == "user" ? "> " : "") + messages[i].content);
+    for (size_t i = messages.size() - std::min<size_t>(2, messages.size()); i < messages.size(); i++) {
+        if (messages[i].role == "user" || !terminal) {
+            say((messages[i].role == "user" ? "> " : "") + messages[i].content);
+            continue;
+        }
+        Screen(terminal, false, options.markdown).show_whole(messages[i].content);
+        write_stdout("\n");
+    }
 }
 
 void Chat::answer(std::vector<Message> asked) {
@@ -199,7 +205,7 @@ bool Chat::speak_on(std::vector<Message>& asked, const std::vector<Message>& cal
                     Generation& g) {
     const std::vector<int> prompt = fit(asked, called, sources);
     if (quote_passage(options, &tokenizer, sources, (size_t)session.capacity(), g)) {
-        Screen(terminal, tokenizer.chat.thinks).show_whole(g.text);
+        Screen(terminal, tokenizer.chat.thinks, options.markdown).show_whole(g.text);
         write_stdout("\n");
         last = format("a quote of %s", counted(g.ids.size(), "token").c_str());
         return true;
@@ -214,7 +220,7 @@ bool Chat::speak_on(std::vector<Message>& asked, const std::vector<Message>& cal
     if (!interrupted) {
         if (answers++ == 0) cache.save(session);
         g.in_thought = opens_thought(tokenizer, prompt);
-        Screen screen(terminal, tokenizer.chat.thinks);
+        Screen screen(terminal, tokenizer.chat.thinks, options.markdown);
         speak(session, &tokenizer, g, pace, [&](std::string_view s) { screen.show(s); });
         screen.end();
     }

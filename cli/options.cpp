@@ -84,6 +84,8 @@ static std::vector<Option> option_table(Options& o) {
          file_name(o.tools)},
         {"", "--raw", "", "send the input without the chat template; special tokens in it count", flag(o.raw)},
         {"", "--json", "", "print one JSON object instead of streaming text", flag(o.json)},
+        {"", "--markdown", "0|1", "on a terminal: draw headings, lists, code and tables (default 1);\n"
+         "0: the text as the model writes it", whole(o.markdown, 0, 1)},
     };
     table.insert(table.end(), others.begin(), others.end());
     o.add_to(table, true);

@@ -18,6 +18,7 @@ struct Options : ModelOptions {
     bool has_input = false, has_tokenize = false, has_detokenize = false, has_ids = false;
     Context ctx; // where it runs
     bool raw = false, json = false, logits_hash = false;
+    int markdown = 1; // whether a terminal draws an answer's Markdown
     float temperature = -1, top_p = -1, min_p = 0; // negative: Qwen's advice for the mode
     float repeat = 1, presence = 0, frequency = 0;
     std::vector<std::string> stops;

@@ -1,6 +1,7 @@
 // cli/screen.h: shows a model's text safely on a terminal; its thoughts dim.
 #pragma once
-#include <cstdint>
+#include "cli/markdown.h"
+#include "cli/wrap.h"
 #include <string>
 #include <string_view>
 
@@ -11,9 +12,6 @@ namespace cli {
 // stay. Marks that change the direction of writing are written as \u202e, since they can show a text in a wrong order.
 std::string printable(std::string_view s);
 
-// Whether a terminal shows the character: it is printable, has a width and is not blank. A space is not.
-bool visible(uint32_t c);
-
 // One line for the user that is no part of the answer.
 void say(const std::string& line);
 
@@ -22,31 +20,12 @@ bool plain_terminal();
 int terminal_columns(int unknown);
 bool colours(); // https://no-color.org
 
-// Breaks lines of text between words, at the terminal's edge. Code between ``` keeps its lines.
-struct Wrap {
-    explicit Wrap(size_t columns) : columns(columns) {}
-
-    std::string add(std::string_view text); // the text to write now: a word waits for its end
-    std::string end() { return put_word(); }
-
-  private:
-    const size_t columns;
-    size_t column = 0, blanks = 0, word_width = 0; // written; waiting: blanks, and a word behind them
-    std::string word, line_start; // line_start: the first three characters of the line, to find ```
-    bool code = false;
-
-    std::string put_word();
-};
-
-// Shows an answer as it is generated. On a terminal control characters are harmless, lines break between words, and a
-// thought is dim instead of between <think> and </think>; otherwise the text is written unchanged.
+// Shows an answer as it is generated. On a terminal control characters are harmless, lines break between words, a
+// thought is dim instead of between <think> and </think>, and Markdown is drawn. Elsewhere the text is written
+// unchanged.
 struct Screen {
-    const bool terminal, dims;
-    bool thinking = false;
-    std::string held; // may be the beginning of a marker
-    Wrap wrap;
-
-    Screen(bool terminal, bool thinks); // thinks: the markers are a thought's, not text
+    // thinks: the markers are a thought's, not text. draws: the answer is Markdown to draw.
+    Screen(bool terminal, bool thinks, bool draws);
     ~Screen();
 
     void show(std::string_view s);
@@ -54,7 +33,14 @@ struct Screen {
     void show_whole(std::string_view s) { show(s), end(); }
 
   private:
+    const bool terminal, dims, draws;
+    bool thinking = false, styled = false; // styled: attributes may be set
+    std::string held; // may be the beginning of a marker
+    Wrap wrap;
+    Markdown markdown;
+
     void put(size_t n);
+    void put_rest();
 };
 
 } // namespace cli

@@ -122,9 +122,11 @@ void DocumentText::read_once(const std::string& path) {
         text.resize(std::min<uint64_t>(file.size, 8192)); // enough to detect most binaries
         if (file.fault == Index::FINE && !fill(fd, 0)) file.fault = Index::CHANGING;
         const bool document = file.fault == Index::FINE && book::is_document(path, text);
+        converted = document;
         if (document) convert(path);
         else if (file.fault == Index::FINE && memchr(text.data(), 0, text.size())) file.fault = Index::BINARY;
-        if (file.fault == Index::FINE || file.fault == Index::NOT_CONVERTED) {
+        const bool tried = file.fault == Index::NOT_CONVERTED || file.fault == Index::NO_TEXT;
+        if (file.fault == Index::FINE || tried) {
             const size_t from = text.size();
             if (!document) text.resize(file.size);
             const bool whole = (document || fill(fd, from)) && fstat(fd, &after) == 0;
@@ -139,6 +141,8 @@ void DocumentText::convert(const std::string& path) {
         const book::Reading how = {"auto", book::Arguments::beside_program("data/datagen/book.lua"), false, [](auto&) {}};
         text = book::book_text(path, text, how);
         if (text.size() > MOST) file.fault = Index::TOO_LARGE;
+    } catch (const book::NoText&) {
+        file.fault = Index::NO_TEXT;
     } catch (const Error& e) {
         const std::string why = e.what(), before = path + ": ";
         detail = ": " + (why.compare(0, before.size(), before) == 0 ? why.substr(before.size()) : why);
@@ -166,7 +170,8 @@ void LeftOut::add(uint32_t fault, std::string_view name, const std::string& deta
 std::string LeftOut::text() const {
     static const char* WHY[DocumentIndex::FAULTS] = {
         "", "binary", "no UTF-8 (iconv -f GB18030 -t UTF-8 converts it)", "larger than 1 GB", "cannot be read",
-        "written to while it was read", "of more than 16,777,216 lines", "not converted"};
+        "written to while it was read", "of more than 16,777,216 lines", "not converted",
+        "without text (pictures of pages need OCR first)"};
     std::string all;
     for (uint32_t f = 1; f < DocumentIndex::FAULTS; f++)
         if (count[f])

@@ -45,6 +45,7 @@ struct DocumentText {
     Index::File file{}; // without name and passages
     std::string text;
     std::string detail;  // of a fault: the byte that is no UTF-8, why a document was not converted
+    bool converted = false; // by a program
     std::vector<Chunk> chunks;
     std::vector<uint32_t> lines; // offsets of line beginnings
 

@@ -9,6 +9,7 @@
 #include "search/words.h"
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 std::string name_of(const Source& s) {
     return format("%s:%u%s%s", s.file.c_str(), s.line, s.heading.empty() ? "" : ", ", s.heading.c_str());
@@ -40,6 +41,22 @@ Documents::Documents(const DocumentOptions& o, const Tell& tell, const DocumentM
     if (models.vectors) open_vectors(tell);
 }
 
+Documents::Documents(const std::vector<Text>& texts)
+    : options{"", "", 4}, of_conversation(true), jieba(find_jieba()) {
+    std::vector<DocumentText> read(texts.size());
+    std::vector<std::string> names;
+    for (size_t i = 0; i < texts.size(); i++) read[i].text = texts[i].text, names.push_back(texts[i].title);
+    index = index_of(std::move(read), names, jieba);
+}
+
+std::vector<Source> Documents::beginning() const {
+    std::vector<Source> found;
+    if (!of_conversation) return found;
+    for (uint64_t i = 0; i < index->header().passages && i < options.passages; i++)
+        found.push_back(source_of({(uint32_t)i, 0}));
+    return found;
+}
+
 std::vector<Source> Documents::find(std::string_view question, std::string_view before) const {
     using Hit = DocumentIndex::Hit;
     WordCounts words;
@@ -50,10 +67,10 @@ std::vector<Source> Documents::find(std::string_view question, std::string_view 
         utf8_repair(text, asked.substr(0, MOST_ASKED), true);
         words = question_words(jieba, text);
     }
-    if (words.empty()) return {};
+    if (words.empty()) return beginning();
     const size_t most = models.ranks ? std::max(RANKED, options.passages) : options.passages;
     std::vector<Hit> hits = index->search(words, vectors ? DEPTH : most);
-    if (!vectors && !hits.empty() && !index->is_about(jieba, words, hits[0])) return {};
+    if (!vectors && (hits.empty() || !index->is_about(jieba, words, hits[0]))) return beginning();
     if (vectors) {
         const std::vector<float> products = vectors->products(models.vectors->question(text));
         hits = index->joined({hits, index->best(products, DEPTH, -INFINITY)}, most);

@@ -32,6 +32,13 @@ struct Documents {
 
     Documents(const DocumentOptions& o, const Tell& tell, const DocumentModels& with = {});
 
+    // Texts of a conversation, by title. Of these something is always found: where no passage is about the question,
+    // such as "Summarize this", their beginning.
+    struct Text {
+        std::string title, text;
+    };
+    explicit Documents(const std::vector<Text>& texts);
+
     // The best passages for a question. A question without words of its own ("Why?") is searched for as the one before.
     // Words alone find nothing if the best passage is not about the question. With vectors, two rankings are merged: by
     // words, and by the vectors' products. A reranker reorders the top of the result. Throws IndexFault if the
@@ -45,11 +52,13 @@ struct Documents {
     static constexpr size_t MOST_ASKED = 8192; // bytes of a question that are searched for: each word costs time
     static constexpr size_t DEPTH = 1000; // of the merged rankings: a later passage would get less than 1 / 1,060
     static constexpr size_t RANKED = 20;  // passages given to a reranker, one prompt each
+    const bool of_conversation = false;
     const DocumentModels models;
     const Jieba jieba;
     std::unique_ptr<DocumentIndex> index;
     std::unique_ptr<VectorFile> vectors;
 
     void open_vectors(const Tell& tell);
+    std::vector<Source> beginning() const;
     Source source_of(const DocumentIndex::Hit& hit) const;
 };

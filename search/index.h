@@ -59,7 +59,7 @@ struct DocumentIndex {
     };
     // Why a file has no passage.
     enum Fault : uint32_t {
-        FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, NOT_CONVERTED, FAULTS
+        FINE, BINARY, NOT_UTF8, TOO_LARGE, UNREADABLE, CHANGING, TOO_MANY_LINES, NOT_CONVERTED, NO_TEXT, FAULTS
     };
     struct File {
         uint64_t name, size;

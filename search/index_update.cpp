@@ -1,7 +1,9 @@
 // search/index_update.cpp: reads new and changed files, takes over the rest; see index_update.h.
 #include "search/index_update.h"
 #include "base/error.h"
+#include "base/file.h"
 #include "base/options.h" // counted, interrupted
+#include "base/temporary.h"
 #include "book/read_book.h"
 #include "search/words.h"
 #include <algorithm>
@@ -13,6 +15,9 @@
 #include <ctime>
 #include <dirent.h>
 #include <new>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #include <random>
 #include <string_view>
 #include <sys/stat.h>
@@ -38,7 +43,7 @@ std::unique_ptr<IndexUpdate::Index> IndexUpdate::run() {
     } catch (const IndexFault& e) {
         if (!index) throw;
         tell(std::string(e.what()) + "; it is made anew");
-        read = unchanged = 0, left_out = {};
+        read = unchanged = 0, left_out = {}, known_texts.clear();
         written = update(files, nullptr);
     }
     return written ? std::make_unique<Index>(path) : std::move(index);
@@ -57,6 +62,12 @@ std::unique_ptr<IndexUpdate::Index> IndexUpdate::open_old() const {
     return nullptr;
 }
 
+DocumentText IndexUpdate::text_of(const DocumentFile& f) const {
+    DocumentText text;
+    text.read(folder + "/" + f.name);
+    return text;
+}
+
 bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* old) {
     std::unordered_map<std::string_view, uint64_t> known;
     for (uint64_t i = 0; old && i < old->header().files; i++) known[old->name_of(old->file_at(i))] = i;
@@ -68,10 +79,10 @@ bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* ol
         const Index::File* was = it == known.end() ? nullptr : &old->file_at(it->second);
         bool same = was && was->size == f.size;
         if (same && was->time != f.time) {
-            DocumentText now;
-            now.read(folder + "/" + f.name);
+            DocumentText now = text_of(f);
             same = now.file.hash == was->hash && now.file.fault == was->fault && now.file.time == f.time;
-            touched |= same && was->fault == Index::FINE;
+            touched |= same && (was->fault == Index::FINE || was->fault == Index::NO_TEXT);
+            if (!same && now.converted) known_texts[&f] = std::move(now);
         }
         if (!same) {
             fresh.push_back(&f);
@@ -106,10 +117,12 @@ bool IndexUpdate::only_faults(const Index& old, const std::vector<std::optional<
     LeftOut all = left_out;
     for (const DocumentFile* f : fresh) {
         if (interrupted) DIE("interrupted");
-        DocumentText now;
-        now.read(folder + "/" + f->name);
-        if (now.file.fault == Index::FINE) return false;
-        all.add(now.file.fault, f->name, now.detail);
+        const auto known = known_texts.find(f);
+        DocumentText now = known == known_texts.end() ? text_of(*f) : std::move(known->second);
+        const uint32_t fault = now.file.fault;
+        if (fault != Index::FINE && fault != Index::NO_TEXT) all.add(fault, f->name, now.detail);
+        if (now.converted) known_texts[f] = std::move(now);
+        if (fault == Index::FINE || fault == Index::NO_TEXT) return false; // (NO_TEXT is recorded)
     }
     read = fresh.size(), left_out = all;
     return true;
@@ -145,7 +158,9 @@ void IndexUpdate::add_fresh(IndexBuilder& builder, const std::vector<const Docum
             bytes += fresh[end]->size;
         std::vector<DocumentText> batch(end - begin);
         on_all_threads(batch.size(), [&](size_t i) {
-            batch[i].read(folder + "/" + fresh[begin + i]->name);
+            const auto known = known_texts.find(fresh[begin + i]);
+            if (known == known_texts.end()) batch[i] = text_of(*fresh[begin + i]);
+            else batch[i] = std::move(known->second); // (each thread another)
             batch[i].cut();
         });
         add_batch(builder, batch, &fresh[begin]);
@@ -208,6 +223,36 @@ void IndexUpdate::remove_abandoned() const {
         if (!is_temporary(file, path) || lstat(file.c_str(), &st) != 0) continue;
         if (S_ISREG(st.st_mode) && st.st_mtime < time(nullptr) - 24 * 3600) unlink(file.c_str());
     }
+}
+
+// Texts of one client are indexed by one thread: the others are the engine's.
+struct OneThread {
+#ifdef _OPENMP
+    const int before = omp_get_max_threads();
+    OneThread() { omp_set_num_threads(1); }
+    ~OneThread() { omp_set_num_threads(before); }
+#endif
+};
+
+std::unique_ptr<DocumentIndex> index_of(std::vector<DocumentText> texts, const std::vector<std::string>& names,
+                                        const Jieba& jieba) {
+    [[maybe_unused]] const OneThread one;
+    const TemporaryFolder folder;
+    std::vector<DocumentFile> files;
+    std::vector<const DocumentFile*> listed;
+    for (size_t i = 0; i < texts.size(); i++) {
+        texts[i].file.size = texts[i].text.size(), texts[i].file.hash = fnv1a(texts[i].text);
+        texts[i].cut();
+        files.push_back({names[i], texts[i].file.size, 0});
+    }
+    for (auto& file : files) listed.push_back(&file);
+    const Tell silent = [](auto&) {};
+    const std::string path = folder.path + "/index";
+    IndexUpdate update{"", path, jieba, silent, 0};
+    IndexBuilder builder(path, 0);
+    update.add_batch(builder, texts, listed.data());
+    builder.finish();
+    return std::make_unique<DocumentIndex>(path);
 }
 
 std::string default_index(const std::string& root) {

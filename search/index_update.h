@@ -9,6 +9,7 @@
 #include "search/index_builder.h"
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,19 +30,27 @@ struct IndexUpdate {
     std::string folder{}; // file names are relative to it
 
     bool written = false; // the index was written, since something changed
+    std::map<const DocumentFile*, DocumentText> known_texts{}; // of documents that were converted to compare them
 
     // Returns the index, up to date.
     std::unique_ptr<Index> run();
 
+    // Adds texts with their files to an index.
+    void add_batch(IndexBuilder& builder, const std::vector<DocumentText>& batch, const DocumentFile* const* files);
+
   private:
     std::unique_ptr<Index> open_old() const;
+    DocumentText text_of(const DocumentFile& f) const;
     bool update(const std::vector<DocumentFile>& files, const Index* old);
     bool only_faults(const Index& old, const std::vector<std::optional<int64_t>>& times,
                      const std::vector<const DocumentFile*>& fresh);
     void add_fresh(IndexBuilder& builder, const std::vector<const DocumentFile*>& fresh);
-    void add_batch(IndexBuilder& builder, const std::vector<DocumentText>& batch, const DocumentFile* const* files);
     void remove_abandoned() const;
 };
+
+// An index of texts that are no files of a folder. Its own file has no name any more: it goes with the index.
+std::unique_ptr<DocumentIndex> index_of(std::vector<DocumentText> texts, const std::vector<std::string>& names,
+                                        const Jieba& jieba);
 
 // The default path of a folder's index.
 std::string default_index(const std::string& root);

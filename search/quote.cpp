@@ -3,8 +3,12 @@
 #include "model/stop_filter.h"
 #include <algorithm>
 
+bool would_quote(const DocumentOptions& o, const Config& c) {
+    return o.quote < 0 ? parameters(c) < LEAST_TO_USE_PASSAGES : o.quote == 1;
+}
+
 bool quotes(const DocumentOptions& o, const Config& c, const Tell& tell) {
-    const bool small = parameters(c) < LEAST_TO_USE_PASSAGES, is = o.quote < 0 ? small : o.quote == 1;
+    const bool small = parameters(c) < LEAST_TO_USE_PASSAGES, is = would_quote(o, c);
     if (!o.docs.empty() && is)
         tell("the best passage of --docs is quoted" + (small ? format(": %.1f M parameters are too few to use passages",
                                                                       (double)parameters(c) / 1e6) : ""));

@@ -12,7 +12,9 @@
 // (docs/retrieval.md); 0.6 B is the smallest Qwen3, and no dense model lies between them.
 constexpr size_t LEAST_TO_USE_PASSAGES = 200'000'000;
 
-// Whether a model quotes: as --quote says, otherwise by its size. Quoting is reported through `tell`.
+// Whether a model quotes: as --quote says, otherwise by its size.
+bool would_quote(const DocumentOptions& o, const Config& c);
+// ... which it does with --docs only. Quoting is reported through `tell`.
 bool quotes(const DocumentOptions& o, const Config& c, const Tell& tell);
 
 struct Quote {

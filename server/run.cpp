@@ -16,6 +16,7 @@
 #include "server/api/limits.h"
 #include "server/api/refusal.h"
 #include "server/api/service.h"
+#include "server/api/shelf.h"
 #include "server/engine/adapted_model.h"
 #include "server/engine/desk.h"
 #include "server/engine/disk_pages.h"
@@ -175,7 +176,9 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     for (auto& one : present) adapters.add(one);
     present.clear();
     server.service.documents = documents;
-    server.service.quotes = quotes(o.documents, c, [](auto& line) { print_error("serve", line); });
+    server.service.quotes = would_quote(o.documents, c);
+    quotes(o.documents, c, [](auto& line) { print_error("serve", line); });
+    server.service.shelf = std::make_shared<Shelf>();
     server.service.generates = o.does("generate");
     if (o.does("embed")) end_of_text(tokenizer), server.service.dimensions = c.C;
     if (o.does("rerank")) {

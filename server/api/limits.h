@@ -5,6 +5,9 @@
 namespace server {
 
 constexpr size_t MAX_BODY = 8 << 20; // bytes of a request
+constexpr size_t MAX_CONVERTED = 32 << 20; // bytes of a document to convert
+constexpr size_t MAX_DOCUMENTS = 64, MAX_DOCUMENT_BYTES = 4 << 20; // texts of `documents`; bytes of all
+constexpr size_t MAX_NAME = 200;     // bytes of a document's name
 constexpr int MAX_CHOICES = 128;     // answers to one request
 constexpr size_t MAX_STOPS = 16, MAX_STOP = 128; // stop strings; bytes of one
 constexpr int MAX_NAMED = 1024;      // ids that logit_bias, bad_words and allowed_token_ids may name in total

@@ -7,6 +7,7 @@
 #include "server/api/limits.h"
 #include "server/api/prompts.h"
 #include "server/api/request.h"
+#include "server/api/shelf.h"
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -28,15 +29,20 @@ std::vector<int> ids_from_json(const Service& service, sj::Value list, const cha
 }
 
 // The passages for the question, such that `room` tokens of the context are left for the answer.
-static std::vector<Source> add_passages(const Service& service, std::vector<Message>& messages, const PromptOptions& o,
+static std::vector<Source> add_passages(const Service& service, const Documents& documents,
+                                        std::vector<Message>& messages, const PromptOptions& o,
                                         const std::vector<std::string>& tools, size_t room) {
     const Tokenizer& tokenizer = *service.tokenizer;
     auto rendered = [&](const std::vector<Message>& m) { return render_chat(tokenizer, m, o.chat, tools).size(); };
     auto measure = [&](std::string_view s) { return tokenizer.encode(s, false).size(); };
     const size_t context = (size_t)service.context;
     try {
-        if (service.quotes) return find_passages(*service.documents, messages);
-        return add_passages(*service.documents, messages, context - std::min(context, room), rendered, measure);
+        if (service.quotes) {
+            std::vector<Source> found = find_passages(documents, messages);
+            if (!found.empty() && found[0].score == 0) found.clear(); // only the beginning of a conversation's texts
+            return found;
+        }
+        return add_passages(documents, messages, context - std::min(context, room), rendered, measure);
     } catch (const LookupStopped&) {
         throw Refusal(503, "the lookup in documents was given up");
     } catch (const IndexFault& e) { // not the request's fault; the client must not see the path
@@ -88,7 +94,9 @@ std::vector<int> chat_prompt(const Service& service, const Fields& f, const Prom
         if (ask && ask->documents) {
             const int64_t quarter = service.context / 4, most = f.integer("max_tokens", 1, INT_MAX, quarter);
             const size_t room = (size_t)f.integer("max_completion_tokens", 1, INT_MAX, most);
-            ask->sources = add_passages(service, messages, o, tools, room);
+            const std::shared_ptr<const Documents> documents =
+                has_documents(f) ? service.shelf->get(documents_from_json(f["documents"])) : service.documents;
+            ask->sources = add_passages(service, *documents, messages, o, tools, room);
         }
         return render_chat(*service.tokenizer, messages, o.chat, tools);
     } catch (const Refusal&) {

@@ -5,6 +5,7 @@
 #include "server/api/limits.h"
 #include "server/api/prompts.h"
 #include "server/api/request.h"
+#include "server/api/shelf.h"
 #include "server/engine/random_bits.h"
 #include <algorithm>
 #include <cctype>
@@ -26,8 +27,8 @@ static const std::set<std::string> DONE = {
     "truncation_side",
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "priority", "cache_salt", "request_id",
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
-    "tool_choice", "parallel_tool_calls", "use_documents", "user", "metadata", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "session_id"};
+    "tool_choice", "parallel_tool_calls", "documents", "use_documents", "user", "metadata", "safety_identifier",
+    "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "session_id"};
 
 // Other fields are accepted only with values that change nothing; an empty one counts as absent.
 static void refuse_what_is_not_done(const Fields& f) {
@@ -205,8 +206,11 @@ Ask ask_from_json(const Service& service, const Fields& f, bool chat) {
                               "session_id"})
         f.text(label);
     if (f["prompt_cache_options"]) Fields(f["prompt_cache_options"], "prompt_cache_options");
-    ask.documents = f.boolean("use_documents", chat && service.documents);
-    if (ask.documents && !service.documents)
+    const bool own = has_documents(f);
+    ask.documents = f.boolean("use_documents", chat && (service.documents || own));
+    if (own && !ask.documents) throw Refusal(400, "documents contradicts use_documents: false", "documents");
+    if (own && !chat) throw Refusal(400, "documents is not for /v1/completions", "documents");
+    if (ask.documents && !service.documents && !own)
         throw Refusal(400, "use_documents: the server has no documents (--docs)", "use_documents");
     if (ask.documents && !chat) throw Refusal(400, "use_documents is not for /v1/completions", "use_documents");
     ask.each = (size_t)f.integer("n", 1, MAX_CHOICES, 1);

@@ -36,6 +36,8 @@ struct Forms {
     Kept kept; // latest first
 };
 
+struct Shelf;
+
 // State shared by all requests.
 struct Service {
     const Tokenizer* tokenizer = nullptr; // null: still loading
@@ -45,6 +47,7 @@ struct Service {
     struct { std::string system; int max_tokens = 384; } predicts{}; // /predict: system prompt ("": `system`), limit
     std::shared_ptr<Forms> forms = std::make_shared<Forms>();
     std::shared_ptr<const Documents> documents{}; // searched for passages; null: no --docs
+    std::shared_ptr<Shelf> shelf{};       // documents that came with requests
     bool quotes = false;                  // the best passage becomes the answer, where plain text is wanted
     bool generates = true;                // answers are generated;
     int dimensions = 0;                   // ... size of vectors, 0: none;

@@ -2,6 +2,7 @@
 #include "base/file.h"
 #include "form/grammar.h"
 #include "search/hybrid.h"
+#include "server/api/convert.h"
 #include "server/api/messages.h"
 #include "server/api/paths.h"
 #include "server/engine/random_bits.h"
@@ -110,6 +111,11 @@ bool Exchange::looks_up() const {
     return chat && server.service.documents;
 }
 
+size_t Exchange::most_body() const {
+    if (path == CONVERT) return MAX_CONVERTED;
+    return filed() && path == "/v1/files" ? MAX_UPLOAD + SMALL_BODY : MAX_BODY;
+}
+
 bool Exchange::takes_no_post() const {
     const bool cancel = path.size() > 7 && path.compare(path.size() - 7, 7, "/cancel") == 0;
     return models() || (filed() && !cancel && path != "/v1/files" && path != "/v1/batches");
@@ -132,7 +138,9 @@ void Exchange::check_head() {
         std::string type = header("Content-Type");
         type.resize(std::min(type.find(';'), type.size()));
         while (!type.empty() && type.back() == ' ') type.pop_back();
-        const char* wanted = filed() && path == "/v1/files" ? "multipart/form-data" : "application/json";
+        const char* wanted = path == CONVERT                          ? "application/octet-stream"
+                             : filed() && path == "/v1/files" ? "multipart/form-data"
+                                                              : "application/json";
         if (strcasecmp(type.c_str(), wanted)) throw Refusal(415, format("Content-Type must be %s", wanted));
         const std::string origin = header("Origin"); // any site's page can send a form without a preflight
         const auto& known = server.options.origins;
@@ -187,9 +195,10 @@ MHD_Result Exchange::answer_it() {
         if (!open) counted = false, server.answering--; // it will be refused
         peer.phase = Peer::WORKING;
         auto takes_long = [&] {
-            return body_size() > SMALL_BODY || filed() || swaps() || asks_for_form() || looks_up();
+            return body_size() > SMALL_BODY || filed() || swaps() || path == CONVERT || asks_for_form() ||
+                   looks_up() || brings_documents();
         };
-        if (open && !refusal && method == "POST" && looks_up()) {
+        if (open && !refusal && method == "POST" && (looks_up() || brings_documents())) {
             entered = server.desk.enter(caller);
             if (!entered) refusal = std::make_unique<Refusal>(queue_is_full());
         }
@@ -221,6 +230,11 @@ bool Exchange::asks_for_form() {
                              "\"format\"", "\\u00"})
         if (body.find(word) != std::string::npos) return true;
     return false;
+}
+
+bool Exchange::brings_documents() {
+    std::lock_guard lock(server.bodies.mutex);
+    return path == CHAT && body.find("\"documents\"") != std::string::npos;
 }
 
 void Exchange::prepare() {
@@ -257,7 +271,7 @@ std::string Exchange::route_name() const {
     if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
     if (swaps()) return path;
     return known(path, {"/", "/temml.js", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
-                        "/detokenize", "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
+                        "/detokenize", CONVERT, "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
                         EMBEDDINGS, PREDICT, "/v1/rerank", "/v2/rerank", "/rerank"});
 }
 

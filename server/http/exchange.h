@@ -91,7 +91,8 @@ struct Exchange {
     }
     bool models() const { return (path + "/").compare(0, 11, "/v1/models/") == 0; }
     bool takes_no_post() const;
-    size_t most_body() const { return filed() && path == "/v1/files" ? MAX_UPLOAD + SMALL_BODY : MAX_BODY; }
+    size_t most_body() const;
+    bool brings_documents(); // a chat with texts to look up
 
     void check_head();
 

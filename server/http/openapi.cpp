@@ -64,6 +64,10 @@ static const char OPENAPI[] = R"json({
         "properties": {"tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}}}}}}},
     "responses": {"200": {"description": "text", "content": {"application/json": {"schema": {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}}}},
       "default": {"$ref": "#/components/responses/Error"}}}},
+  "/convert": {"post": {"parameters": [{"name": "name", "in": "query", "required": true, "schema": {"type": "string", "minLength": 1, "maxLength": 200}}],
+    "requestBody": {"required": true, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}}},
+    "responses": {"200": {"description": "the text of a document", "content": {"application/json": {"schema": {"type": "object", "required": ["name", "text"],
+        "properties": {"name": {"type": "string"}, "text": {"type": "string"}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/models": {"get": {"responses": {"200": {"description": "the model", "content": {"application/json": {"schema": {"type": "object", "required": ["data"],
       "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/models/{id}": {"get": {"parameters": [{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}],
@@ -146,6 +150,8 @@ static const char OPENAPI[] = R"json({
       "messages": {"$ref": "#/components/schemas/Messages"}, "max_completion_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647},
       "max_tokens": {"type": ["integer", "null"], "minimum": 1, "maximum": 2147483647}, "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 128},
       "logprobs": {"type": ["boolean", "null"]}, "prompt_logprobs": {"type": ["integer", "null"], "minimum": 0, "maximum": 20}, "tools": {"type": ["array", "null"], "maxItems": 128}, "response_format": {"type": ["object", "null"]},
+      "documents": {"type": ["array", "null"], "maxItems": 64, "items": {"type": "object", "required": ["text"], "additionalProperties": false, "properties": {
+        "title": {"type": ["string", "null"], "maxLength": 200}, "text": {"type": "string", "minLength": 1}}}},
       "use_documents": {"type": ["boolean", "null"]}}}]},
     "Completion": {"allOf": [{"$ref": "#/components/schemas/Draws"}, {"type": "object", "required": ["prompt"], "properties": {
       "prompt": {"oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},

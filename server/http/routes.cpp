@@ -2,6 +2,7 @@
 #include "model/tokenizer.h"
 #include "qwen3.h"
 #include "server/api/asked.h"
+#include "server/api/convert.h"
 #include "server/api/fields.h"
 #include "server/api/limits.h"
 #include "server/api/paths.h"
@@ -71,7 +72,8 @@ Response Exchange::route() {
         const char* type = told.path.empty() ? "application/json" : "application/octet-stream";
         return {200, std::move(told.json), type, {}, std::move(told.path)};
     }
-    if (!is_asked(path) && !models() && !tokenize && !detokenize && !count && !swaps())
+    const bool convert = path == CONVERT;
+    if (!is_asked(path) && !models() && !tokenize && !detokenize && !convert && !count && !swaps())
         throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
     only(models() ? "GET" : "POST");
     if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
@@ -80,6 +82,10 @@ Response Exchange::route() {
     if (swaps()) return {200, path == LOAD_ADAPTER ? load_adapter(service) : unload_adapter(service)};
     if (tokenize) return {200, tokens_of(service)};
     if (detokenize) return {200, text_of(service)};
+    if (convert) {
+        const char* name = MHD_lookup_connection_value(connection, MHD_GET_ARGUMENT_KIND, "name");
+        return {200, converted_document(name ? name : "", body, &gone, server.options.deadline)};
+    }
     if (count) return {200, count_message_tokens(service, body)};
 
     auto [ask, told] = read_asked(service, path, body, caller);

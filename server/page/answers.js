@@ -9,7 +9,7 @@ const besideModel = () => settings.beside !== model.name && modelCalled(settings
 async function call(path, options = {}) {
   const headers = {};
   if (settings.key) headers.Authorization = 'Bearer ' + settings.key;
-  if (options.body) headers['Content-Type'] = 'application/json';
+  if (options.body) headers['Content-Type'] = options.type || 'application/json';
   return fetch(path, {...options, headers, cache: 'no-store', credentials: 'same-origin'});
 }
 
@@ -59,7 +59,7 @@ async function answer(chat, index, name) {
     const request = requestFor(chat, index, onward), {limit} = modelOf(node);
     let response;
     for (let full = false;; full = true) {
-      await makeRoom(chat, index, request, limit, full);
+      await makeRoom(chat, index, request, limit, full, going.stop.signal);
       response = await call('v1/chat/completions', {method: 'POST', body: JSON.stringify(request), signal: going.stop.signal});
       if (response.ok) break;
       const refusal = await refusalOf(response);
@@ -109,7 +109,9 @@ function requestFor(chat, index, onward) {
   const body = {messages, stream: true, stream_options: {include_usage: true}, chat_template_kwargs: {enable_thinking: settings.think && !onward}};
   const {name} = modelOf(chat.nodes[index]);
   if (name) body.model = name;
-  if (HAS_DOCS) body.use_documents = settings.docs;
+  const long = longFiles(chat, path);
+  if (long.length) body.documents = long.map(({name, text}) => ({title: name, text}));
+  else if (HAS_DOCS) body.use_documents = settings.docs;
   const stops = settings.stops.split('\n').filter(line => line);
   if (stops.length) body.stop = stops;
   if (onward && chat.nodes[index].thought) messages.at(-1).reasoning_content = chat.nodes[index].thought;
@@ -120,22 +122,26 @@ function requestFor(chat, index, onward) {
 
 // If the messages leave the answer less than a quarter of the context (or less than its longest), the oldest questions and
 // answers are dropped until half of the context is free, as in the terminal (Chat::fit). `full`: the server has refused them.
-async function makeRoom(chat, index, request, limit, full) {
+async function makeRoom(chat, index, request, limit, full, signal) {
   const {messages} = request, system = messages[0].role === 'system' ? 1 : 0;
-  const most = limit - Math.min(request.max_tokens || limit, limit / 4) - (request.use_documents ? limit / 4 : 0);
-  const bytes = messages.reduce((sum, m) => sum + new TextEncoder().encode(m.content).length + 16, 0); // no fewer than their tokens
+  const most = limit - Math.min(request.max_tokens || limit, limit / 4) - (request.use_documents || request.documents ? limit / 4 : 0);
+  const bytes = messages.reduce((sum, m) => sum + bytesOf(m.content) + 16, 0); // no fewer than their tokens
   if (!limit || (bytes <= most && !full)) return;
-  const before = messages.length;
-  for (let used = await countTokens(request), bound = most; used > bound && messages.length > system + 2; bound = limit / 2) {
-    messages.splice(system, 2);
-    used = await countTokens(request);
+  const without = turns => [...messages.slice(0, system), ...messages.slice(system + 2 * turns)];
+  const used = async turns => (await idsOf({...request, messages: without(turns)}, signal)).length;
+  const all = Math.floor((messages.length - system - 1) / 2);
+  if (!all || await used(0) <= most) return;
+  let least = 1; // the fewest turns that do, or all
+  for (let enough = all; least < enough;) {
+    const turns = Math.floor((least + enough) / 2);
+    if (await used(turns) <= limit / 2) enough = turns;
+    else least = turns + 1;
   }
-  const path = pathTo(chat, index);
-  if (messages.length < before) chat.nodes[index].dropped = droppedOf(chat, path) + before - messages.length;
+  request.messages = without(least);
+  chat.nodes[index].dropped = droppedOf(chat, pathTo(chat, index)) + 2 * least;
 }
-const countTokens = async request => (await idsOf(request)).length;
-async function idsOf({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt}) {
-  const response = await call('tokenize', {method: 'POST', body: JSON.stringify({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt})});
+async function idsOf({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt}, signal) {
+  const response = await call('tokenize', {method: 'POST', signal, body: JSON.stringify({model, messages, chat_template_kwargs, continue_final_message, add_generation_prompt})});
   if (!response.ok) throw await refusalOf(response);
   return (await response.json()).tokens;
 }

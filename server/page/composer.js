@@ -5,7 +5,7 @@ function showComposer() {
   $('send').classList.toggle('stop', busy);
   $('send').title = t(busy ? 'stop' : 'send');
   $('send').setAttribute('aria-label', $('send').title);
-  $('send').disabled = !busy && !input.value.trim();
+  $('send').disabled = !busy && (!input.value.trim() || reading.length > 0);
   const last = current && current.nodes[current.at];
   $('room').textContent = last && last.used && model.limit && last.used > model.limit / 2 ? t('room', last.used.toLocaleString(), model.limit.toLocaleString()) : '';
   $('think').setAttribute('aria-pressed', settings.think);
@@ -17,7 +17,7 @@ function grow() {
   input.style.height = input.scrollHeight + 'px';
 }
 function send(text) {
-  if (!text.trim() || (current && live.has(current.id))) return;
+  if (!text.trim() || reading.length || (current && live.has(current.id))) return;
   $('input').value = '';
   grow();
   const chat = current || {id: newId(), title: '', created: Date.now(), updated: Date.now(), nodes: [], at: -1};

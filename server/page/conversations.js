@@ -65,6 +65,8 @@ function chatItem(chat, found) {
 function removeChat(chat) {
   chats.delete(chat.id);
   store.removeItem(PREFIX + 'chat:' + chat.id);
+  unkept.delete(chat.id);
+  for (const id of [...unkept]) saveChat(chats.get(id));
   if (chat === current) showChat(null);
   else showList();
   toast(t('removed'), t('undo'), () => { chats.set(chat.id, chat); saveChat(chat); showChat(chat); });

@@ -1,6 +1,8 @@
-// files.js: text files that go with a question: dropped, pasted or chosen. The browser reads them, and their text becomes
-// part of the message.
-let attached = []; // {name, text}: those of the next question
+// files.js: files that go with a question: dropped, pasted or chosen. The browser reads text, the server converts PDF and
+// documents of office programs. The text becomes part of the message. If it is longer than half of the context (`long`), the
+// server looks up the passages about each question in it, for as long as the conversation goes on.
+let attached = [], reading = []; // {name, text, long}: those of the next question; names of those that are being read
+const CONVERTED = /\.(pdf|docx|odt|epub)$/i;
 
 // The content of a message as the model reads it.
 function contentOf(node) {
@@ -9,47 +11,67 @@ function contentOf(node) {
     while (text.includes(fence)) fence += '`';
     return `${name}:\n${fence}\n${text.trimEnd()}\n${fence}`;
   };
-  return [...(node.files || []).map(fenced), node.text].join('\n\n');
+  return [...(node.files || []).filter(file => !file.long).map(fenced), node.text].join('\n\n');
 }
+const longFiles = (chat, path) => path.flatMap(i => chat.nodes[i].files || []).filter(file => file.long);
+const bytesOf = text => new TextEncoder().encode(text).length;
 
 // A file's text; throws the reason why there is none.
+async function textOf(file) {
+  if (CONVERTED.test(file.name) || await file.slice(0, 5).text() === '%PDF-') {
+    if (file.size > DOCUMENT_BYTES) throw t('largeFile', Math.floor(DOCUMENT_BYTES / 1e6));
+    const response = await call('convert?name=' + encodeURIComponent(file.name), {method: 'POST', type: 'application/octet-stream', body: file});
+    if (response.ok) return string((await response.json()).text, FILE_BYTES);
+    const {told} = await refusalOf(response);
+    throw messageOf(told.startsWith(file.name + ': ') ? told.slice(file.name.length + 2) : told);
+  }
+  if (file.size > FILE_BYTES) throw t('largeFile', FILE_BYTES / 1e6);
+  try {
+    const text = new TextDecoder('utf-8', {fatal: true}).decode(await file.arrayBuffer());
+    if (!text.includes('\0')) return text;
+  } catch { /* another encoding */ }
+  throw t('noText');
+}
 async function readFile(file) {
   if (attached.length >= MOST_FILES) throw t('manyFiles', MOST_FILES);
-  if (file.size > FILE_BYTES) throw t('largeFile', FILE_BYTES / 1e6);
-  let text;
-  try {
-    text = new TextDecoder('utf-8', {fatal: true}).decode(await file.arrayBuffer());
-  } catch {
-    throw t('noText');
-  }
-  if (text.includes('\0') || text.startsWith('%PDF-')) throw t('noText');
+  const text = await textOf(file), read = {name: file.name.slice(0, 200), text};
   if (!text.trim()) throw t('emptyFile');
-  if (text.length < model.limit / 2) return text; // (a character is rarely more than a token)
-  const response = await call('tokenize', {method: 'POST', body: JSON.stringify({prompt: text})});
-  const count = response.ok ? (await response.json()).count : 0;
-  if (count > model.limit / 2) throw t('longFile', count.toLocaleString(), Math.floor(model.limit / 2).toLocaleString());
-  return text;
+  if (text.length >= model.limit / 2) { // (a character is rarely more than a token)
+    const response = await call('tokenize', {method: 'POST', body: JSON.stringify({prompt: text})});
+    const count = response.ok ? (await response.json()).count : 0;
+    if (count > model.limit / 2) read.long = true, read.tokens = count;
+  }
+  const others = [...current ? longFiles(current, pathOf(current)) : [], ...attached.filter(f => f.long)];
+  if (read.long && [...others, read].reduce((sum, f) => sum + bytesOf(f.text), 0) > FILE_BYTES) throw t('muchText', FILE_BYTES / 1e6);
+  if (!hasRoom([...attached, read].map(f => f.text).join(''))) throw t('noRoom');
+  return read;
 }
 async function attach(files) {
   const wrong = [];
+  reading.push(...[...files].map(file => file.name));
   for (const file of files) {
+    showFiles();
     try {
-      attached.push({name: file.name, text: await readFile(file)});
+      attached.push(await readFile(file));
     } catch (why) {
       wrong.push(`${file.name}: ${typeof why === 'string' ? why : t('offline')}`);
     }
+    reading.splice(reading.indexOf(file.name), 1);
   }
   if (wrong.length) toast(wrong.join('\n'));
   showFiles();
   $('input').focus();
 }
+const searchedNode = file => file.long ? h('small', {title: t('searchedHelp')}, t('searched', number(file.tokens).toLocaleString())) : '';
 function showFiles() {
-  $('files').replaceChildren(...attached.map(file => h('span', {class: 'file'}, icon('page', 15), file.name,
+  $('files').replaceChildren(...attached.map(file => h('span', {class: 'file'}, icon('page', 15), file.name, searchedNode(file),
     h('button', {type: 'button', title: t('removeFile'), 'aria-label': `${t('removeFile')}: ${file.name}`,
-                 onclick: () => { attached = attached.filter(f => f !== file); showFiles(); }}, icon('close', 13)))));
+                 onclick: () => { attached = attached.filter(f => f !== file); showFiles(); }}, icon('close', 13)))),
+    ...reading.map(name => h('span', {class: 'file', role: 'status'}, bars(), name)));
+  showComposer();
 }
 const filesNode = files => h('div', {class: 'files'}, files.map(file =>
-  h('details', {class: 'file'}, h('summary', {}, icon('page', 15), file.name), h('pre', {dir: 'auto', tabindex: 0}, file.text))));
+  h('details', {class: 'file'}, h('summary', {}, icon('page', 15), file.name, searchedNode(file)), h('pre', {dir: 'auto', tabindex: 0}, file.text))));
 
 $('attach').onclick = () => {
   const input = h('input', {type: 'file', multiple: true, onchange: () => attach(input.files)});

@@ -173,6 +173,7 @@ function showChat(chat) {
   if (!same) history.replaceState(null, '', url), stick = true;
   showList();
   showComposer();
+  showUnkept();
   toEnd();
 }
 function toEnd() {

@@ -4,12 +4,13 @@ const ALTERNATIVES = 5;
 
 // [{text, p, others: [[text, p], ...]}]
 async function oddsOf(chat, index) {
-  const node = chat.nodes[index], request = {...requestFor(chat, index, true), use_documents: HAS_DOCS && !!node.sources};
+  const node = chat.nodes[index], request = requestFor(chat, index, true), own = !!request.documents;
   const {messages} = request, whole = await idsOf(request);
   const start = (await idsOf({...request, messages: [...messages.slice(0, -1), {...messages.at(-1), content: ''}]})).length;
   const ids = whole.slice(start), asked = {max_tokens: 1, prompt_logprobs: ALTERNATIVES};
   for (const name of ['model', 'messages', 'chat_template_kwargs', 'continue_final_message', 'add_generation_prompt']) asked[name] = request[name];
-  if (HAS_DOCS) asked.use_documents = request.use_documents;
+  if (own && node.sources) asked.documents = request.documents;
+  else if (HAS_DOCS) asked.use_documents = !own && !!node.sources;
   const response = await call('v1/chat/completions', {method: 'POST', body: JSON.stringify(asked)});
   if (!response.ok) throw await refusalOf(response);
   const told = ids.length ? (await response.json()).prompt_logprobs.slice(-ids.length) : [];

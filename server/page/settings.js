@@ -34,6 +34,7 @@ function openSettings(focus) {
     for (const chat of chats.values()) store.removeItem(PREFIX + 'chat:' + chat.id);
     for (const l of [...live.values()].flat()) l.stopped = true, l.stop.abort();
     chats.clear();
+    unkept.clear();
     showChat(null);
     dialog.close();
   }, 'plain danger');

@@ -25,14 +25,20 @@ let settings = {...SETTINGS};
   for (const name in SETTINGS) if (typeof kept[name] === typeof SETTINGS[name] && kept[name]) settings[name] = kept[name];
   for (const name of ['think', 'docs']) if (typeof kept[name] === 'boolean') settings[name] = kept[name];
 }
-function keep(key, value) {
+function keep(key, value) { // false: the store is full, and has what it had before
   try {
     store.setItem(PREFIX + key, JSON.stringify(value));
+    return true;
   } catch {
-    toast(t('full'));
+    return false;
   }
 }
-const saveSettings = () => keep('settings', settings);
+const saveSettings = () => keep('settings', settings) || toast(t('full'));
+function hasRoom(text) {
+  const room = keep('room', text);
+  store.removeItem(PREFIX + 'room');
+  return room;
+}
 
 const newId = () => Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
 const string = (x, limit = 1e7) => typeof x === 'string' ? x.slice(0, limit) : '';
@@ -43,8 +49,9 @@ const cleanSources = raw => (Array.isArray(raw) ? raw : []).slice(0, 64).filter(
   ({file: string(s.file, 4000), line: number(s.line), heading: string(s.heading, 4000), text: string(s.text, 20000)}));
 
 // The files of a question.
-const MOST_FILES = 8, FILE_BYTES = 4e6;
-const cleanFiles = raw => raw.slice(0, MOST_FILES).filter(f => f && typeof f === 'object').map(f => ({name: string(f.name, 200), text: string(f.text, FILE_BYTES)}));
+const MOST_FILES = 8, FILE_BYTES = 4e6, DOCUMENT_BYTES = 32 << 20;
+const cleanFiles = raw => raw.slice(0, MOST_FILES).filter(f => f && typeof f === 'object').map(f =>
+  ({name: string(f.name, 200), text: string(f.text, FILE_BYTES), ...f.long === true && {long: true, tokens: number(f.tokens)}}));
 
 // A conversation read from a file or the store, of any content; null: invalid.
 function cleanChat(raw) {
@@ -87,7 +94,21 @@ for (let i = 0; i < store.length; i++) {
   const chat = cleanChat(parse(store.getItem(name)));
   if (chat && name === PREFIX + 'chat:' + chat.id) chats.set(chat.id, chat);
 }
-const saveChat = chat => chats.has(chat.id) && keep('chat:' + chat.id, chat);
+const unkept = new Set(); // ids of conversations that the store has no room for: they last as long as the page
+function saveChat(chat) {
+  if (!chats.has(chat.id)) return;
+  const kept = keep('chat:' + chat.id, chat);
+  if (kept === !unkept.has(chat.id)) return;
+  if (kept) unkept.delete(chat.id);
+  else unkept.add(chat.id);
+  showUnkept();
+}
+function showUnkept() {
+  const here = !!current && unkept.has(current.id);
+  $('unkept').classList.toggle('hidden', !here);
+  $('unkept').replaceChildren(...here ? [h('span', {}, t('unkept')), h('button', {class: 'plain', type: 'button', onclick: () => exportChats([current], current.title)}, t('exportOne'))] : []);
+}
+addEventListener('beforeunload', e => { if (unkept.size) e.preventDefault(); });
 
 function pathTo(chat, i) { // from the first message, as indices
   const path = [];

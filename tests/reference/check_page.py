@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The chat page (server/page) in a real browser: Chromium without a window, driven by its DevTools protocol over a pipe.
 
-    apt-get install chromium fonts-noto-cjk
+    apt-get install chromium fonts-noto-cjk pandoc poppler-utils
     python3 tests/reference/check_page.py [--shots FOLDER] [--serve ./serve] [--model data/tiny/model.bin]
     python3 tests/reference/check_page.py --pictures docs
 
@@ -9,7 +9,7 @@ A conversation with ./serve; stop, reload, edit, answer again, export and import
 which gives the page as ./serve does, and says what we want: attempts to become HTML or to run a script, Markdown of every
 kind, errors, 10,000 tokens. Needs Python's standard library only. Ends with status 1 at the first thing that is wrong.
 """
-import argparse, base64, http.server, json, math, os, re, struct, subprocess, sys, tempfile, threading, time, urllib.request
+import argparse, base64, http.server, io, json, math, os, re, struct, subprocess, sys, tempfile, threading, time, urllib.parse, urllib.request, zipfile
 
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
 
@@ -66,8 +66,15 @@ class Browser:
         return r["result"].get("value")
 
     def wait(self, code, seconds=20):
+        def true():
+            try:
+                return self.js(code)
+            except RuntimeError as e:  # asked while another page came
+                if "navigated or closed" not in str(e):
+                    raise
+
         end = time.time() + seconds
-        while not self.js(code):
+        while not true():
             if time.time() > end:
                 raise SystemExit(f"waited in vain for {code}\n" + self.js("document.body.innerText")[:1500])
             time.sleep(0.03)
@@ -165,7 +172,14 @@ class Fake(http.server.BaseHTTPRequestHandler):
         self.give(404, b"{}")
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/convert?name="):
+            name = urllib.parse.unquote(self.path.split("=", 1)[1])
+            if name.endswith(".pdf"):
+                time.sleep(0.3)
+                return self.give(200, json.dumps({"name": name, "text": f"Of {len(body)} bytes."}).encode())
+            return self.give(501, json.dumps({"error": {"message": name + ": there is no <b>pandoc</b>", "code": None}}).encode())
+        body = json.loads(body)
         if self.path == "/tokenize":
             return self.give(200, json.dumps({"count": len(body["prompt"])}).encode())
         Fake.asked.append((body, self.headers.get("Authorization")))
@@ -782,16 +796,21 @@ def files(b, url, shots):
     b.js("""{ const data = new DataTransfer(); data.items.add(new File(['second'], '<b>.txt'));
                document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true})) }""")
     b.wait("document.querySelectorAll('#files .file').length === 2")
-    for name, content, said in [("x.pdf", "new Uint8Array([37, 80, 68, 70, 45, 255])", "no text"), ("y.pdf", "'%PDF-1.4'", "no text"), ("z.docx", "'PK\\x03\\x04\\0'", "no text"),
-                                ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB")]:
+    for name, content, said in [("z.docx", "'PK\\x03\\x04\\0'", "there is no <b>pandoc</b>"), ("z.xlsx", "'PK\\x03\\x04\\0'", "no text"),
+                                ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
         b.js(f"attach([new File([{content}], '{name}')])")
         b.wait(f"document.getElementById('toast').innerText.includes('{name}: ')")
         check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
-    b.js("model = {...model, limit: 1000}; attach([new File(['x '.repeat(2000)], 'long.txt')])")
-    b.wait("document.getElementById('toast').innerText.includes('long.txt: 4,000 tokens; a file may have half of the context, 500.')")
     check(b.js("attached.length") == 2, "what is refused is not attached")
+    # A PDF is converted by the server; a question waits for it.
+    b.js("attach([new File(['%PDF-1.4'], 'x y.pdf')]); 0")  # (not awaited)
+    b.wait("document.querySelectorAll('#files .bars').length === 1")
+    check(b.js("document.getElementById('send').disabled"), "no question goes without a file that is being read")
+    b.wait("attached.length === 3 && document.querySelectorAll('#files .bars').length === 0")
+    check(b.js("attached[2]") == {"name": "x y.pdf", "text": "Of 8 bytes."}, "a PDF's text")
     b.shot(shots + "/files.png")
-    b.js("document.querySelector('#files .file:last-child button').click()")
+    for _ in range(2):
+        b.js("document.querySelector('#files .file:last-child button').click()")
     b.say("Which animal?")
     body, _ = Fake.asked[-1]
     content = "notes.md:\n````\nA zebra <img src=x onerror=window.hit=70>\n```\ncode\n```\n````\n\nWhich animal?"
@@ -805,7 +824,103 @@ def files(b, url, shots):
     check(json.loads(b.js("lineOf(current)"))["messages"][0]["content"] == content, "an export has it")
     b.say("again")
     check(Fake.asked[-1][0]["messages"][0]["content"] == content, "later questions have it, too")
+
+    # A file that is too long for the context is looked up, in this question and in later ones.
+    ANSWERS["Which"] = "Looked up."
+    b.js("newChat(); model = {...model, limit: 1000}; attach([new File(['x '.repeat(2000)], 'long.txt')])")
+    b.wait("attached.length === 1")
+    check("4,000 tokens, looked up for each question" in b.js("document.querySelector('#files .file').innerText"), "it is said")
+    b.shot(shots + "/long-file.png")
+    b.say("Which animal?")
+    b.say("again")
+    for body, _ in Fake.asked[-2:]:
+        check(body["documents"] == [{"title": "long.txt", "text": "x " * 2000}] and body["messages"][0]["content"] == "Which animal?", "a long file goes as a document")
+    b.reload()
+    b.wait("document.querySelectorAll('.user .file small').length === 1")
+    check(b.js("requestFor(current, current.at, true).documents.length") == 1, "it is kept")
+    check(b.js("cleanChat(JSON.parse(lineOf(current))).nodes[0].files[0].long") is True, "an export has it")
+    b.js("model = {...model, limit: 1000}; attach([new File(['x '.repeat(1999999)], 'a.txt')])")
+    b.wait("document.getElementById('toast').innerText.includes('a.txt: the long files of a conversation may have 4 MB of text together')")
+
+    # A full store: what does not fit is not attached; a conversation that does not fit is said, and kept when there is room.
+    b.js("newChat(); { let size = 1 << 22; for (let n = 0; size > 100; n++) try { store.setItem('fill' + n, 'x'.repeat(size)) } catch { size >>= 1 } }")
+    b.js("attach([new File(['a zebra '.repeat(100)], 'zebra.txt')])")
+    b.wait("document.getElementById('toast').innerText.includes('zebra.txt: this browser’s storage has no room')")
+    b.say("again " + "and again " * 30)
+    b.wait("!document.getElementById('unkept').classList.contains('hidden')")
+    check("this conversation is lost when the page is closed" in b.js("document.getElementById('unkept').innerText"), "it is said that it is not kept")
+    b.shot(shots + "/storage-full.png")
+    b.js("for (const name of Object.keys(localStorage)) if (name.startsWith('fill')) store.removeItem(name)")
+    b.say("again")
+    check(b.js("document.getElementById('unkept').classList.contains('hidden') && !!store.getItem('warp:chat:' + current.id)"), "it is kept when there is room")
     b.js("store.clear()")
+
+
+def pdf(text):
+    """A PDF of one page with this text."""
+    stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode()
+    parts = [b"<</Type/Catalog/Pages 2 0 R>>", b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+             b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+             b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream), b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"]
+    out, at = b"%PDF-1.4\n", []
+    for n, part in enumerate(parts):
+        at.append(len(out))
+        out += b"%d 0 obj%s endobj\n" % (n + 1, part)
+    table = b"".join(b"%010d 00000 n \n" % n for n in at)
+    return out + b"xref\n0 6\n0000000000 65535 f \n" + table + b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % len(out)
+
+
+def docx(paragraphs):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as z:
+        z.writestr("[Content_Types].xml", '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"><Default Extension="rels" ContentType='
+                   '"application/vnd.openxmlformats-package.relationships+xml"/><Override PartName="/word/document.xml" ContentType='
+                   '"application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"/></Types>')
+        z.writestr("_rels/.rels", '<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships"><Relationship Id="r" Type='
+                   '"http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument" Target="word/document.xml"/></Relationships>')
+        z.writestr("word/document.xml", '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"><w:body>' +
+                   "".join(f"<w:p><w:r><w:t>{p}</w:t></w:r></w:p>" for p in paragraphs) + "</w:body></w:document>")
+    return out.getvalue()
+
+
+def drop(b, name, data):
+    """Drops a file on the page and waits until it is read."""
+    b.js(f"""{{ const data = new DataTransfer(); data.items.add(new File([Uint8Array.from(atob('{base64.b64encode(data).decode()}'), c => c.charCodeAt(0))], '{name}'));
+             document.dispatchEvent(new DragEvent('drop', {{dataTransfer: data, bubbles: true, cancelable: true}})) }}""")
+    b.wait("reading.length === 0")
+
+
+def converted(b, url, shots):
+    """PDF and DOCX through ./serve, pdftotext and pandoc: in the question if short, looked up if long."""
+    b.look()
+    b.open(url)
+    b.js("store.clear()")
+    b.reload()
+    b.wait("model.name === 'model.bin'")
+    b.js("settings.sampling = {max_tokens: 20, temperature: 0}; saveSettings(); window.plain = call; window.asked = [];"
+         "call = (path, o) => { if (path === 'v1/chat/completions') asked.push(JSON.parse(o.body)); return plain(path, o); }")
+
+    drop(b, "zoo.pdf", pdf("A zebra has stripes."))
+    drop(b, "notes.docx", docx(["A lion has a mane."]))
+    check(b.js("attached.map(f => [f.name, f.text.trim()])") == [["zoo.pdf", "A zebra has stripes."], ["notes.docx", "A lion has a mane."]], "the texts")
+    drop(b, "broken.docx", b"PK\3\4")
+    check(re.search(r"broken.docx: pandoc failed: exit status", b.js("document.getElementById('toast').innerText")), "a damaged file is refused")
+    b.say("What has a zebra?")
+    check(b.js("current.nodes[1].error ?? null") is None and b.js("asked[0].messages[0].content").startswith("zoo.pdf:\n```\nA zebra has stripes.\n```\n\nnotes.docx:\n"), "they go with the question")
+    b.js("newChat()")
+    drop(b, "book.docx", docx([f"Chapter {n} is about number {n} and its square {n * n}." for n in range(200)] + ["The okapi lives in the rain forest."]))
+    check("looked up for each question" in b.js("document.querySelector('#files .file').innerText"), "a long one")
+    b.shot(shots + "/converted.png")
+    b.say("Where lives the okapi?")
+    check(b.js("current.nodes[1].error ?? null") is None and "book.docx" not in b.js("asked[1].messages[0].content"), "a long one is not in the question")
+    check(b.js("current.nodes[1].sources[0].file") == "book.docx" and "rain forest" in b.js("current.nodes[1].sources[0].text"), "its passage is the source")
+    b.js("document.querySelectorAll('.sources').forEach(d => d.open = true)")
+    b.shot(shots + "/converted-sources.png")
+    b.say("And the square of number 77?")
+    check("5929" in b.js("current.nodes[3].sources[0].text"), "the next question, too")
+    b.js("[...document.querySelectorAll('.row [aria-label=\"Probabilities of the tokens\"]')].at(-1).click()")
+    b.wait("!!document.querySelector('.odds')")
+    b.js("settings.sampling = {}; saveSettings()")
 
 
 def documents(b, o, folder):
@@ -886,6 +1001,16 @@ def pictures(b, o, folder):
         b.shot(o.pictures + "/page-context.png")
         b.js("toggleSide(); newChat(); attach([new File(['# Notes'], 'notes.md')]); $('find').value = 'warp'; showList()")
         b.shot(o.pictures + "/page-search.png")
+        b.js("$('find').value = ''; showList(); toggleSide(); newChat(); attached = []; showFiles()")
+        book = ["A warp is a group of 32 threads of one block.", "Shared memory is on the multiprocessor; it is divided into 32 banks.",
+                "Global memory is far from the multiprocessor: a read takes hundreds of cycles."] + [f"Exercise {n}: sum {n * 1000} numbers." for n in range(60)]
+        drop(b, "gpu-book.docx", docx(book))
+        b.say("How is shared memory divided?")
+        b.js("document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
+        drop(b, "report.pdf", pdf("A zebra has stripes."))
+        drop(b, "thesis.docx", docx(book * 3))
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-files.png")
     finally:
         server.kill()
 
@@ -903,6 +1028,7 @@ def main():
     parser.add_argument("--shots", default="build/page")
     parser.add_argument("--serve", default="./serve")
     parser.add_argument("--model", default="data/tiny/model.bin")
+    parser.add_argument("--only", default="", help="the parts with this in their name")
     parser.add_argument("--pictures", help="only write the pictures of docs/server.md there")
     o = parser.parse_args()
     os.makedirs(o.shots, exist_ok=True)
@@ -923,12 +1049,15 @@ def main():
                               ("probabilities and samplers", lambda: odds(browser, Fake.real, o.shots)),
                               ("search", lambda: search(browser, Fake.real, o.shots)),
                               ("documents", lambda: documents(browser, o, folder)),
+                              ("PDF and DOCX", lambda: converted(browser, Fake.real, o.shots)),
                               ("hostile answers", lambda: hostile(browser, own, o.shots)),
                               ("formulas", lambda: formulas(browser, own, o.shots)),
                               ("files", lambda: files(browser, own, o.shots)),
                               ("Markdown, errors, settings, export and import", lambda: markdown(browser, own, o.shots, folder)),
                               ("phone, Chinese", lambda: looks(browser, own, o.shots)),
                               ("10,000 tokens", lambda: long_answer(browser, own, o.shots))]:
+                if o.only not in name:
+                    continue
                 print(name, flush=True)
                 run()
                 faults = told_faults(browser)

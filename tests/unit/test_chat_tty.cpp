@@ -500,29 +500,19 @@ TEST_CASE("the prompt has a colour, unless NO_COLOR or the terminal is against i
     }
 }
 
-TEST_CASE("an answer's lines break between words at the terminal's edge, however its pieces come") {
-    auto wrapped = [](size_t columns, const std::string& text, size_t piece) {
-        cli::Wrap wrap(columns);
-        std::string out;
-        for (size_t at = 0, next; at < text.size(); at = next) {
-            for (next = at + piece; next < text.size() && ((uint8_t)text[next] & 0xC0) == 0x80;) next++; // whole characters
-            out += wrap.add(text.substr(at, next - at));
-        }
-        return out + wrap.end();
-    };
-    const std::pair<const char*, const char*> rows[] = {
-        {"a warp has 32 threads", "a warp has\n32 threads"},
-        {"0123456789 ab", "0123456789\nab"},        // the break takes the place of a blank
-        {"01234567890123 ab", "01234567890123 ab"},   // a word longer than a line: the terminal breaks it
-        {"共享内存快得多", "共享内存快\n得多"},     // two columns each
-        {"用 warp 做归约", "用 warp 做\n归约"},
-        {"one\ntwo three four", "one\ntwo three\nfour"},
-        {"```\nint threads = 32;\n```\nand then text", "```\nint threads = 32;\n```\nand then\ntext"}};
-    for (auto& row : rows)
-        for (size_t piece = 1; piece < 9; piece++) {
-            INFO(row.first);
-            CHECK(wrapped(10, row.first, piece) == row.second);
-        }
+TEST_CASE("an answer is drawn as Markdown on a terminal, unless --markdown 0, NO_COLOR or the terminal is against it") {
+    Scratch scratch;
+    const std::string chat = scratch / "chat.json", command = "/load " + chat;
+    write_file(chat, R"({"messages":[{"role":"user","content":"a **question**"},{"role":"assistant","content":"a **warp**\n- of 32"}]})");
+    const std::string drawn = "> a **question**\r\na \033[0;1mwarp\033[0m\r\n• of 32\r\n", plain = "> a **question**\r\na **warp**\r\n- of 32\r\n";
+    CHECK(has(Terminal({}).send(command), drawn));
+    CHECK(has(Terminal({"--markdown", "0"}).send(command), plain));
+    CHECK(has(Terminal({}, "xterm", true, "", "1").send(command), plain));
+    CHECK(has(Terminal({}, "dumb").send(command), plain));
+    const Result piped = run({}, command + "\n"); // where stdout has answers and nothing else
+    CHECK(piped.out == "");
+    CHECK(has(piped.err, "> a **question**\na **warp**\n- of 32\n"));
+    CHECK(has(run({"--markdown", "2"}, "x\n").err, "--markdown: 2 is not"));
 }
 
 TEST_CASE("Ctrl-C stops an answer and the chat goes on") {

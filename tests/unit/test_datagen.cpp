@@ -426,10 +426,11 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
     };
     CHECK(text(pdf) == "-layout|-enc|UTF-8|" + pdf + "|-| read the words of this.\n");
     CHECK(text(unnamed) == "-layout|-enc|UTF-8|" + unnamed + "|-| read the words of this.\n");
-    const std::string filter = "-t|gfm-raw_html|--wrap=none|--lua-filter|" + fs::canonical(".").string() + "/data/datagen/book.lua|";
-    CHECK(text(html) == filter + html + "| read the words of this.\n");
+    const std::string filter = "-t|gfm-raw_html|--wrap=none|--lua-filter|" + fs::canonical(".").string() + "/data/datagen/book.lua|",
+                      heap = "|+RTS|-M2G|-RTS|";
+    CHECK(text(html) == filter + html + heap + " read the words of this.\n");
     write_file(scratch / "b.ODT", "PK");
-    CHECK(text(scratch / "b.ODT") == filter + scratch / "b.ODT" + "| read the words of this.\n");
+    CHECK(text(scratch / "b.ODT") == filter + (scratch / "b.ODT") + heap + " read the words of this.\n");
     // Where pandoc has a sandbox it is in it. A file's name is a file's, whatever it looks like.
     const std::string boxed = "case $1 in --help) echo ' --sandbox[=true|false]';; *) " + words + ";; esac";
     for (std::string name : {"http:b.html", "-o.html"}) {
@@ -439,8 +440,14 @@ TEST_CASE("chunk: PDF by pdftotext, HTML and the like by pandoc; without them th
         fs::remove(name);
         INFO(r.err);
         REQUIRE(r.status == 0);
-        CHECK(Json(lines(r.out)[0])["text"].str() == "--sandbox|" + filter + "./" + given + "| read the words of this.\n");
+        CHECK(Json(lines(r.out)[0])["text"].str() == filter + "./" + given + "|--sandbox" + heap + " read the words of this.\n");
     }
+    // One that was built without options for its heap runs without.
+    const std::string other = "case $2 in +RTS) exit 1;; esac; case $1 in --help) ;; *) " + words + ";; esac";
+    const Result r = datagen_with(scratch, {{"pandoc", other}}, {"chunk", html});
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    CHECK(Json(lines(r.out)[0])["text"].str() == filter + html + "| read the words of this.\n");
     // The last line of their messages on failure is shown.
     const Result bad = datagen_with(scratch, {{"pdftotext", "echo some text; printf 'Odd.\nIncorrect \033[1mpassword\n' >&2; exit 3"}}, {"chunk", pdf, "-o", scratch / "x"});
     CHECK(bad.status == 1);

@@ -490,6 +490,46 @@ TEST_CASE("documents: PDF, HTML and the like are the texts that datagen chunk re
     CHECK(library.says("left out: 1 not converted: broken.pdf: pdftotext failed: exit status 1: May not be a PDF"));
 }
 
+TEST_CASE("documents: each new or touched document is converted once; scanned pages are not tried again") {
+    Library library;
+    Scratch tools;
+    struct Path {
+        const std::string was = getenv("PATH");
+        ~Path() { setenv("PATH", was.c_str(), 1); }
+    } path;
+    write_file(tools / "pdftotext", "#!/bin/sh\nPATH=/usr/bin:/bin\necho x >> " + (tools / "log") + "\n"
+                                    "case $4 in *scan*) printf '\\f';; *) tail -n +2 $4;; esac\n");
+    chmod((tools / "pdftotext").c_str(), 0755);
+    setenv("PATH", tools.path.c_str(), 1);
+    auto converted = [&] { // since the last call
+        const std::string log = fs::exists(tools / "log") ? read_file(tools / "log") : "";
+        fs::remove(tools / "log");
+        return std::count(log.begin(), log.end(), '\n');
+    };
+    for (const char* name : {"a.pdf", "b.pdf", "c.pdf"}) library.put(name, std::string("%PDF-1.7\nA warp is in ") + name + ".\n");
+    library.put("scan.pdf", "%PDF-1.7\n");
+    CHECK(library.open().find("warp").size() == 3);
+    CHECK(converted() == 4);
+    CHECK(library.says("left out: 1 without text (pictures of pages need OCR first): scan.pdf"));
+    library.open();
+    CHECK(converted() == 0);
+    CHECK(library.says("left out: 1 without text"));
+    library.put("scan.pdf", "%PDF-1.7\nother\n"); // new bytes, no text all the same
+    library.open();
+    CHECK(converted() == 1);
+    library.open();
+    CHECK(converted() == 0);
+
+    const timeval times[2] = {{1, 0}, {1, 0}};
+    for (const char* name : {"a.pdf", "scan.pdf"}) REQUIRE(utimes((library.folder + "/" + name).c_str(), times) == 0);
+    library.put("b.pdf", "%PDF-1.7\nA warp is in B.pdf.\n"); // of the same size
+    library.put("d.pdf", "%PDF-1.7\nA warp is in d.pdf.\n");
+    CHECK(library.open().find("warp").size() == 4);
+    CHECK(converted() == 4);
+    library.open();
+    CHECK(converted() == 0);
+}
+
 TEST_CASE("documents: files that cannot be used do not have the index written anew, whatever becomes of them") {
     Library library;
     library.put("good.md", "warp");

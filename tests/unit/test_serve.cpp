@@ -2178,6 +2178,127 @@ TEST_CASE("documents: a model that is too small quotes the best passage, whole a
     server.check_idle();
 }
 
+TEST_CASE("documents: texts that come with a chat are looked up, whatever the server's own are") {
+    Scratch scratch;
+    make_folder(scratch / "docs");
+    write_file(scratch / "docs/warps.md", "# Warps\n\nA warp has 32 lanes.");
+    const std::string more = "\"max_tokens\": 8, \"temperature\": 0",
+        texts = R"("documents": [{"title": "zoo.pdf", "text": "# Zebras\n\nA zebra has stripes.\n\n# Lions\n\nA lion has a mane."}, {"text": "Nothing else."}])";
+    auto sources = [&](const Serving& server, const std::string& ask, const std::string& with) {
+        const HttpReply r = server.chat(question(ask, more + ", " + with));
+        INFO(r.body);
+        REQUIRE(r.status == 200);
+        Strings all;
+        for (sj::Value s : Json(r.body)["sources"].items()) all.push_back(format("%s:%d %s", s["file"].str().c_str(), (int)s["line"].number(), s["text"].str().c_str()));
+        return all;
+    };
+    for (const bool own : {false, true}) {
+        INFO(own);
+        const Serving server(own ? Strings{"--docs", scratch / "docs", "--index", scratch / "docs.index", "--quote", "0"} : Strings{});
+        const Strings zebra = {"zoo.pdf:1 # Zebras\n\nA zebra has stripes."};
+        for (int again = 0; again < 2; again++) CHECK(sources(server, "What has a zebra?", texts) == zebra); // indexed, then kept
+        CHECK(sources(server, "What has a zebra?", texts + ", \"use_documents\": true") == zebra);
+        const Strings lion = sources(server, "And the lion?", texts);
+        REQUIRE(lion.size() == 1);
+        CHECK(lion[0].find("A lion has a mane.") != std::string::npos);
+        // What nothing is about is answered from the beginning, unless the model quotes.
+        const Strings summary = sources(server, "Summarize this", texts);
+        CHECK(summary.size() == (own ? 3 : 0));
+        if (own) CHECK(summary[2] == "document 2:1 Nothing else.");
+        if (!own) CHECK(content(server.chat(question("What has a zebra?", texts))) == "# Zebras\n\nA zebra has stripes.\n\n— zoo.pdf:1, Zebras");
+        CHECK(sources(server, "What is a warp?", "\"documents\": []").size() == own);
+        CHECK(joined(server.chat(question("What has a zebra?", more + ", \"stream\": true, " + texts))).size() == 1);
+
+        for (const char* wrong : {"\"x\"", "[1]", "[{}]", "[{\"text\": \" \"}]", "[{\"text\": 1}]", "[{\"text\": \"a\", \"x\": 1}]"}) {
+            INFO(wrong);
+            const HttpReply r = server.chat(question("a", "\"documents\": " + std::string(wrong)));
+            CHECK(r.status == 400);
+            CHECK(Json(r.body)["error"]["param"].str() != "messages");
+        }
+        const std::string title = "[{\"text\": \"a\", \"title\": \"" + std::string(201, 'a') + "\"}]", half = "{\"text\": \"" + std::string(MAX_DOCUMENT_BYTES / 2 + 1, 'a') + "\"}";
+        check_refused(server.chat(question("a", "\"documents\": " + title)), 400, "documents");
+        check_refused(server.chat(question("a", "\"documents\": [" + half + ", " + half + "]")), 400, "documents");
+        check_refused(server.chat(question("a", "\"documents\": [" + many(65, "{\"text\": \"a\"}") + "]")), 400, "documents");
+        check_refused(server.chat(question("a", "\"use_documents\": false, " + texts)), 400, "documents");
+        check_refused(server.post("/v1/completions", R"({"prompt": "a", "documents": [{"text": "a"}]})"), 400, "documents");
+        server.check_idle();
+    }
+}
+
+TEST_CASE("/convert: the text of a document, by the programs of --docs; what cannot be converted is refused by name") {
+    Scratch tools;
+    auto tool = [&](const char* name, const std::string& script) {
+        write_file(tools / name, "#!/bin/sh\nPATH=/usr/bin:/bin\n" + script);
+        chmod((tools / name).c_str(), 0755);
+    };
+    const MemoryFile keys("good\n");
+    const Serving server({"--api-key-file", format("/proc/%d/fd/%d", (int)getpid(), keys.fd), "--deadline", "3"},
+                         [&] { setenv("PATH", tools.path.c_str(), 1); setenv("TMPDIR", tools.path.c_str(), 1); });
+    auto convert = [&](const std::string& query, std::string_view bytes, const std::string& type = "application/octet-stream", const std::string& key = "good") {
+        Http http(server.port);
+        http.send("POST /convert" + query + " HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + type + "\r\nAuthorization: Bearer " + key +
+                  format("\r\nContent-Length: %zu\r\n\r\n", bytes.size()) + std::string(bytes));
+        return http.reply();
+    };
+    auto message = [](const HttpReply& r) { return Json(r.body)["error"]["message"].str(); };
+    auto files = [&] { return (size_t)std::distance(fs::directory_iterator(tools.path), {}); };
+    const HttpReply none = convert("?name=x.docx", "PK\3\4");
+    check_refused(none, 501, "name");
+    CHECK(message(none) == "x.docx: no Markdown, and there is no pandoc (install pandoc); elsewhere: pandoc -t gfm x.docx -o x.md");
+    check_refused(convert("?name=x.pdf", "%PDF-1.7"), 501, "name");
+
+    tool("pdftotext", "for fd in /proc/$$/fd/*; do readlink $fd; done | grep -c -e socket -e anon_inode\ncat \"$4\" | tail -n +2\n"); // $4: the file
+    tool("pandoc", "echo \"# $*\"");
+    const HttpReply pdf = convert("?name=a%20b.PDF", "%PDF-1.7\nA warp.\n");
+    REQUIRE(pdf.status == 200);
+    CHECK(Json(pdf.body)["name"].str() == "a b.PDF");
+    CHECK(Json(pdf.body)["text"].str() == "0\nA warp.\n"); // no socket of ours is the program's
+    CHECK(Json(convert("?name=no-ending", "%PDF-1.7\nA warp.\n").body)["text"].str() == "0\nA warp.\n");
+    const std::string given = Json(convert("?name=../x;y.docx", "PK").body)["text"].str();
+    CHECK(given.find("/document.docx") != std::string::npos); // the client's name is no path
+    CHECK(given.find("..") == std::string::npos);
+    CHECK(files() == 2);
+
+    for (const char* name : {"x.doc", "x.pptx", "x", "x.", ".", "a.docx/b"}) {
+        const HttpReply r = convert(std::string("?name=") + name, "PK");
+        check_refused(r, 415, "name");
+        CHECK(message(r).find(name + std::string(": PDF, DOCX, ODT, EPUB and HTML are converted")) == 0);
+    }
+    for (const std::string& query : Strings{"", "?name=", "?name=" + std::string(201, 'a')}) check_refused(convert(query, "%PDF-"), 400, "name");
+    check_refused(convert("?name=x.pdf", ""), 400);
+    check_refused(convert("?name=x.pdf", "%PDF-", "application/json"), 415);
+    check_refused(convert("?name=x.pdf", "%PDF-", "application/octet-stream", "bad"), 401);
+    check_refused(Http(server.port).call("GET", "/convert", "", "Authorization: Bearer good\r\n"), 405, "POST");
+    Http large(server.port);
+    large.send(format("POST /convert?name=x.pdf HTTP/1.1\r\nHost: localhost\r\nContent-Length: %zu\r\n\r\n", MAX_CONVERTED + 1));
+    check_refused(large.reply(), 413);
+
+    tool("pdftotext", "echo \"May not be a PDF: $4\" >&2; exit 1");
+    const HttpReply bad = convert("?name=x.pdf", "%PDF-");
+    check_refused(bad, 400, "name");
+    CHECK(message(bad) == "x.pdf: pdftotext failed: exit status 1: May not be a PDF: x.pdf");
+    tool("pdftotext", "printf '\\f'");
+    CHECK(message(convert("?name=scan.pdf", "%PDF-")) == "scan.pdf: no text in it; pictures of pages need OCR first");
+    tool("pdftotext", "head -c 5000000 /dev/zero | tr '\\0' a");
+    check_refused(convert("?name=x.pdf", "%PDF-"), 413);
+    tool("pdftotext", "echo $$ > " + (tools / "pid") + "; exec sleep 100");
+    CHECK(message(convert("?name=x.pdf", "%PDF-")) == "x.pdf: pdftotext took longer than 3 s");
+    fs::remove(tools / "pid");
+    { // A client that leaves ends it.
+        Http leaves(server.port);
+        leaves.send("POST /convert?name=x.pdf HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\nAuthorization: Bearer good\r\nContent-Length: 5\r\n\r\n%PDF-");
+        for (const double start = seconds(); !fs::exists(tools / "pid") && seconds() - start < 5;) usleep(10'000);
+        REQUIRE(fs::exists(tools / "pid"));
+    }
+    usleep(50'000); // (its number is written after the file is there)
+    const pid_t child = atoi(read_file(tools / "pid").c_str());
+    const double start = seconds();
+    while (kill(child, 0) == 0 && seconds() - start < 2.5) usleep(20'000);
+    CHECK(kill(child, 0) != 0);
+    for (const double start = seconds(); files() > 3 && seconds() - start < 2;) usleep(10'000);
+    CHECK(files() == 3); // two programs and a number: no temporary file
+}
+
 TEST_CASE("documents: a batch asks them, and what is wrong with them is one line") {
     Scratch scratch;
     make_folder(scratch / "docs");
