@@ -90,12 +90,19 @@ static void must_fit(const TrainOptions& o, const Dataset& set) {
     if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
 }
 
+// A teacher's probabilities are of the student's ids.
+static bool same_ids(const std::string& vocabulary, const ModelFile& student, const ModelFile& teacher) {
+    return student.config.V == teacher.config.V && fits(vocabulary, teacher);
+}
+
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
     const std::string vocabulary = tokenizer_path(o);
     const Tokenizer tokenizer = tokenizer_of(vocabulary, file);
     tell_differences(o, tokenizer);
+    if (!o.teacher.empty() && !same_ids(vocabulary, file, ModelFile(o.teacher)))
+        DIE("%s: its vocabulary is not that of %s: --teacher needs the same", o.teacher.c_str(), o.model.c_str());
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash(),

@@ -21,11 +21,13 @@ std::vector<size_t> Loader::fitting(const Dataset& from) {
         size_t most = 0, sum = 0;
         each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
         if (from.labelled()) sum = most - 1; // (its two rows are in different batches)
-        if (o.grpo) most = prompt_of(from.row(i)).size() + o.rl.max_tokens, sum = o.rl.group * (most - 1);
+        const size_t sampled = o.samples() ? prompt_of(from.row(i)).size() + o.rl.max_tokens : 0;
+        if (o.grpo) most = sampled, sum = o.rl.group * (most - 1);
+        else if (sampled > most) most = sampled, sum = most - 1;
         if (most > limit) continue;
         list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
     }
-    const char *name = from.file.path.c_str(), *with = o.grpo ? " with --max-tokens" : "";
+    const char *name = from.file.path.c_str(), *with = o.samples() ? " with --max-tokens" : "";
     if (list.empty())
         DIE("%s: every %s has more than %zu tokens%s (%s)", name, unit(), limit, with,
             o.max_len > c.max_positions ? "the model's limit" : "--max-len");

@@ -5,6 +5,7 @@
 #include "train/preferences.h"
 #include "train/ranks.h"
 #include "train/recipe.h"
+#include "train/teacher.h"
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -34,6 +35,10 @@ struct TrainOptions : ModelOptions {
     std::string says_grpo; // the last given option that needs --grpo
     bool grpo = false;
     GrpoOptions rl;
+    std::string teacher; // its model
+    DistilOptions distil;
+    std::string says_distil, says_sampling; // the last given option that needs --teacher, or sampled answers
+    bool samples() const { return grpo || distil.on_policy > 0; } // answers
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
     std::string says_lora; // the last given option that --adapter-init and --full exclude
 };

@@ -56,7 +56,8 @@ Groups Trainer<T>::draw_groups(const Dataset& from, const std::vector<size_t>& l
             const size_t place = loader.place_in_step(first + s / size) * size + s % size;
             const Philox bits = philox(o.seed, (uint64_t)(step / o.rl.iterations) << 32 | place, STREAM_ROLLOUT);
             Sampling how;
-            how.temperature = greedy ? 0 : 1, how.top_k = 0, how.top_p = (float)o.rl.top_p;
+            how.temperature = greedy ? 0 : o.grpo ? 1 : (float)o.rl.temperature; // (see set_temperature)
+            how.top_k = 0, how.top_p = (float)o.rl.top_p;
             how.seed = (uint64_t)bits.v[1] << 32 | bits.v[0];
             asked.push_back({&prompts[s / size], how});
         }
