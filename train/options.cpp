@@ -70,6 +70,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--simpo", "", "... without a reference, by log-probabilities per token", loss(losses[2])},
         {"", "--orpo", "", "... without a reference, with the chosen answer's cross entropy", loss(losses[3])},
         {"", "--kto", "", "train on single answers that are labelled desirable or undesirable", loss(losses[4])},
+        {"", "--reward-model", "", "train an adapter and a head that scores answers, on pairs: for --reward DIR",
+         loss(REWARD_MODEL)},
         {"", "--beta", "X", "... scale of rewards (default 0.1); --orpo: weight of the odds ratio",
          of_loss("", number(o.pref.beta, 1e-6, 1e6))},
         {"", "--label-smoothing", "X", "... --dpo: assumed share of swapped pairs (default 0)",
@@ -82,8 +84,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
          of_loss("kto", number(o.pref.undesirable, 0, 1e6))},
         {"", "--grpo", "", "train on rewards of answers sampled from the model; below, read \"row\"\n"
          "as \"prompt\"", flag(o.grpo)},
-        {"", "--reward", "NAME", "... exact, choice, rouge-l, regex:PATTERN, length:N, or a program\n"
-         "(./NAME), optionally WEIGHT*NAME; may be repeated: rewards are summed", grpo(list(rl.rewards))},
+        {"", "--reward", "NAME", "... exact, choice, rouge-l, regex:PATTERN, length:N, a program\n"
+         "(./NAME) or the folder of a --reward-model, optionally WEIGHT*NAME; may be repeated: rewards are summed", grpo(list(rl.rewards))},
         {"", "--reward-timeout", "S", "... seconds per step for a reward program (default 60)", grpo(number(rl.timeout, 0.01, 1e6))},
         {"", "--group", "N", "... answers per prompt (default 8)", grpo(whole(rl.group, 2, 4096))},
         {"-n", "--max-tokens", "N", "... longest answer in tokens (default 256)", sampled(whole(rl.max_tokens, 1, 1 << 20))},
@@ -118,7 +120,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--batch", "N", "rows per batch (default 16)", whole(o.batch, 1, 65536)},
         {"", "--accum", "N", "batches per step (default 1)", whole(o.accum, 1, 65536)},
         {"", "--max-len", "N", "leave out rows longer than N tokens (default 512)", whole(o.max_len, 2, 1 << 24)},
-        {"", "--lr", "X", "learning rate (default 1.5e-4; preferences 5e-6, --grpo 1e-5)", number(o.lr, 0, 10)},
+        {"", "--lr", "X", "learning rate (default 1.5e-4; preferences 5e-6, --grpo 1e-5,\n"
+         "--reward-model 1e-4)", number(o.lr, 0, 10)},
         {"", "--schedule", "NAME", "learning rate schedule: cosine (default), linear or constant",
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of steps with a rising learning rate (default 0.1)", number(o.warmup, 0, 1)},
@@ -164,6 +167,12 @@ static void check_teacher(const TrainOptions& o) {
     if (!o.teacher.empty() && o.train.empty()) DIE("--teacher is for training");
 }
 
+static void check_reward_model(const TrainOptions& o) {
+    if (o.full) DIE("--reward-model trains an adapter and a head: not with --full");
+    if (!o.merge.empty()) DIE("--reward-model: its result scores answers, and --merge writes a model of text");
+    if (!o.of_loss.empty()) DIE("%s is not for --reward-model", o.of_loss[0].first.c_str());
+}
+
 static void check_grpo(const TrainOptions& o) {
     const GrpoOptions& rl = o.rl;
     if (o.preference) DIE("--%s or --grpo: not both", o.preference->name);
@@ -193,6 +202,7 @@ void check_options(const TrainOptions& o) {
         DIE("--neftune-alpha is for training on answers, not with --%s", o.grpo ? "grpo" : o.preference->name);
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if (o.scores()) check_reward_model(o);
     for (auto& [option, loss] : o.of_loss)
         if (!o.preference || (!loss.empty() && loss != o.preference->name))
             DIE("%s is for --%s", option.c_str(),
@@ -248,7 +258,7 @@ TrainOptions parse_options(int argc, char** argv) {
     if (words.size() == 2) o.train = words[1];
     if (!o.grpo) o.rl.group = 1; // of --on-policy
     if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
-    if (o.lr < 0) o.lr = o.preference ? PREFERENCE_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
+    if (o.lr < 0) o.lr = o.scores() ? REWARD_LR : o.preference ? PREFERENCE_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
     if (o.dropout < 0) o.dropout = o.preference || o.grpo ? 0 : TrainOptions().dropout;
     if (o.rl.epsilon_high < 0) o.rl.epsilon_high = o.rl.epsilon;
     check_options(o);

@@ -31,6 +31,7 @@ struct TrainOptions : ModelOptions {
     std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");
     const PreferenceLoss* preference = nullptr; // --dpo, --kto, ..
     PreferenceOptions pref;
+    bool scores() const { return preference && preference->scores; }
     std::vector<std::pair<std::string, std::string>> of_loss; // given options, and their loss; "": any
     std::string says_grpo; // the last given option that needs --grpo
     bool grpo = false;
@@ -46,6 +47,7 @@ struct TrainOptions : ModelOptions {
 constexpr double EPOCHS = 2;
 constexpr double PREFERENCE_LR = 5e-6; // LLaMA-Factory's example for LoRA; without dropout, as TRL
 constexpr double GRPO_LR = 1e-5;
+constexpr double REWARD_LR = 1e-4; // as TRL
 
 // Throws Error. With --help it prints the options, and `help` is set.
 TrainOptions parse_options(int argc, char** argv);

@@ -27,6 +27,8 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     d.head_rows = halves ? rows / 2 : rows;
     part("their gradients, logits", before), before = arena.used;
     if (teacher) plan_teacher(), part("the teacher", before), before = arena.used;
+    for (auto& model : reward_models) model->plan(arena, loader.most_tokens, loader.sequences(), loader.longest);
+    if (!reward_models.empty()) part("reward models", before), before = arena.used;
     if (o.samples()) plan_answers(scratch), part("answers", before), before = arena.used;
     rope = arena.take<A>((size_t)loader.longest * c.D);
     loss = arena.take<A>(N);
@@ -110,6 +112,7 @@ template <class T> void Trainer<T>::fill() {
     copy_in(ctx, rope, angles.data(), angles.size());
     if (o.samples()) engine.rope = rope;
     if (o.grpo) set_temperature();
+    for (auto& model : reward_models) model->base.fill();
     if (!teacher) return;
     teacher->fill();
     const std::vector<A> ones(d.head_rows, 1);

@@ -75,8 +75,9 @@ Groups Trainer<T>::draw_groups(const Dataset& from, const std::vector<size_t>& l
         }
     }
     made.reward.assign(answered.size(), 0), made.each.assign(rewards.size(), 0);
+    size_t model = 0;
     for (size_t k = 0; k < rewards.size() && !answered.empty() && !interrupted; k++) {
-        const std::vector<double> r = rewards[k].of(answered);
+        const std::vector<double> r = rewards[k].of ? rewards[k].of(answered) : scores_of(*reward_models[model++], made);
         for (size_t i = 0; i < r.size(); i++) made.reward[i] += rewards[k].weight * r[i], made.each[k] += r[i];
     }
     return made;

@@ -15,6 +15,7 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     if (!o.teacher.empty()) teacher = std::make_unique<Teacher<T>>(o.teacher, ctx, file);
     loader.choose_rows(eval);
     steps = o.steps ? o.steps : (int64_t)std::ceil((o.epochs ? o.epochs : EPOCHS) * (double)loader.epoch_steps);
+    if (o.rl.model_scores()) open_reward_models();
     run = describe_run(o, file, data, steps, type_name(w));
     agree();
     if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
@@ -57,7 +58,7 @@ void Trainer<T>::each_batch(const From& from, const std::vector<size_t>& list, c
         const int n = (int)std::min((size_t)o.batch, list.size() - first);
         auto is_wanted = [&](size_t unit) { return wanted->count(unit) > 0; };
         if (wanted && std::none_of(&list[first], &list[first] + n, is_wanted)) continue;
-        const Batch b = loader.load(from, &list[first], n, (int)first, R);
+        const Batch b = loader.load(from, &list[first], n, (int)first, R, o.scores());
         forward(ctx, c, w, b, a, kv, rope);
         f(b, first, R);
     }
@@ -143,7 +144,7 @@ typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vecto
     const int more = std::is_same_v<From, Groups> + (first_stored != nullptr) + data.labelled();
     const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
     const double heads = (o.full ? 3 : 2) + (o.preference || o.grpo) + more;
-    const double R = (double)trained_tokens(from, list), head = R * c.V * c.C * heads;
+    const double R = (double)trained_tokens(from, list), head = o.scores() ? 0 : R * c.V * c.C * heads;
     const double scores = attention * (3.5 + o.recompute + more);
     const double theirs = teacher ? teacher->flops(N, pairs, R) : 0;
     return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head + theirs};

@@ -27,6 +27,7 @@ template <class T> struct Teacher {
 
     void forward(const Batch& b);
     const A* logits_of(const int* rows, int R); // (R,V) of some tokens of the batch, until the next call
+    const T* normed() const { return a.normed; } // (N,C) after the final norm
     // Multiplications and additions, times two: of N tokens with `pairs` of a query and a key, logits of R of them.
     double flops(double N, double pairs, double R) const;
 

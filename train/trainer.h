@@ -21,6 +21,7 @@
 #include "train/options.h"
 #include "train/parameters.h"
 #include "train/preferences.h"
+#include "train/reward_model.h"
 #include "train/rewards.h"
 #include "train/teacher.h"
 #include <algorithm>
@@ -44,7 +45,8 @@ template <class T> struct Trainer {
     Weights<T> w;
     const Dataset &data, *eval;
     std::unique_ptr<Tokenizer> tokenizer; // if answers are sampled
-    std::vector<Reward> rewards;          // with --grpo
+    std::vector<Reward> rewards;          // with --grpo; its models
+    std::vector<std::unique_ptr<RewardModel<T>>> reward_models;
     std::unique_ptr<Teacher<T>> teacher;  // with --teacher
     Loader loader;
     Parameters<T> params;
@@ -156,6 +158,8 @@ template <class T> struct Trainer {
     std::vector<double> reference_of(const From& from, const std::vector<size_t>& list,
                                      const std::set<size_t>* wanted);
     std::vector<double> log_probabilities(const Batch& b, int R);
+    std::vector<double> scores(int R);
+    void scores_backward(const Batch& b, const std::vector<double>& by, A scale);
     void find_kl(const Dataset& from, const std::vector<size_t>& list, bool of_step, size_t all);
     std::vector<double> preference_slopes(const Dataset& from, const size_t* list, const std::vector<double>& p,
                                           double& loss);
@@ -163,6 +167,8 @@ template <class T> struct Trainer {
                                 const Gradients<T>* to, A scale);
 
     void open_rewards();
+    void open_reward_models();
+    std::vector<double> scores_of(RewardModel<T>& model, const Groups& made);
     void set_temperature();
     Answered question_of(DatasetRow row) const;
     std::vector<size_t> all_groups() const;
