@@ -1,4 +1,4 @@
-/* train_lora.cu: fine-tuning of Qwen3 on answers, on preferences or on rewards, with LoRA or of all parameters.
+/* train_lora.cu: fine-tuning of Qwen3 on answers, preferences, rewards or a teacher, with LoRA or of all parameters.
 
    Build:  make
    Run:    ./train_lora model.bin train.bin -o out/        (datagen pack makes train.bin)
@@ -18,6 +18,9 @@
 
    With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
    rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
+
+   With --teacher the loss of a token compares the distributions of two models (`distillation` in qwen3.cu). With
+   --reward-model a pair's loss is of two scores, which a head of C numbers computes from the last token's vector.
 
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
    Either way they are one array, and so are their gradients and AdamW's two moments: p, g, m, v.
@@ -39,6 +42,7 @@
        step       a step on rows, AdamW                      grpo         advantages, the loss of a token, groups
        preferences  their losses, the reference              log          trainer_log.jsonl and the curve
        rollout    answers, rewards and their gradients       merge        the adapter merged into the model
+       teacher    a teacher's logits, distillation           reward_model scores of answers
        checkpoint what was trained; the state of a run
      parameters   what is trained and where it lies
      loader       rows, their order, batches                 recipe       LLaMA-Factory's keys as options
@@ -90,12 +94,19 @@ static void must_fit(const TrainOptions& o, const Dataset& set) {
     if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
 }
 
+// A teacher's probabilities are of the student's ids.
+static bool same_ids(const std::string& vocabulary, const ModelFile& student, const ModelFile& teacher) {
+    return student.config.V == teacher.config.V && fits(vocabulary, teacher);
+}
+
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
     const std::string vocabulary = tokenizer_path(o);
     const Tokenizer tokenizer = tokenizer_of(vocabulary, file);
     tell_differences(o, tokenizer);
+    if (!o.teacher.empty() && !same_ids(vocabulary, file, ModelFile(o.teacher)))
+        DIE("%s: its vocabulary is not that of %s: --teacher needs the same", o.teacher.c_str(), o.model.c_str());
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash(),

@@ -3,6 +3,7 @@
 #include "cpu/ops.h"
 #include "cpu/scratch.h"
 #include "model/instances.h"
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -47,6 +48,80 @@ void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T
     head_cpu(ctx, logits, picked, x, of.rows, W, of.R);
     cross_entropy_cpu(ctx, loss, dlogits, logits, of.target, of.scale, of.R, W.out());
     for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
+}
+
+// One row of `distillation`, 16 ids at a time.
+template <class T> struct DistilledRow {
+    const acc<T>*s, *t; // logits of the student and of the teacher
+    const Distillation& how;
+    const int V;
+    const acc<T> by = 1 / (acc<T>)how.temperature;
+    const acc<T> sum_s = log_sum(s, by), sum_t = log_sum(t, by), sum = how.weight < 1 ? log_sum(s, 1) : 0;
+
+    struct Ids { lanes<T> p, q, log_p, log_q, log_m; };
+    int load(Ids& x, int v) const { // p and q are zero past the end
+        const int n = std::min(LANES, V - v);
+        load_some(x.log_p, t + v, n), load_some(x.log_q, s + v, n);
+        x.log_p = x.log_p * by - sum_t, x.log_q = x.log_q * by - sum_s;
+        x.p = x.log_p, x.q = x.log_q;
+        exp_lanes(x.p), exp_lanes(x.q);
+        for (int l = n; l < LANES; l++) x.p[l] = x.q[l] = 0;
+        x.log_m = how.beta == 0 ? x.log_q : x.log_p;
+        for (int l = 0; how.beta > 0 && how.beta < 1 && l < LANES; l++)
+            x.log_m[l] = std::log(std::max(how.beta * x.p[l] + (1 - how.beta) * x.q[l],
+                                           std::numeric_limits<acc<T>>::min()));
+        return n;
+    }
+    acc<T> log_sum(const acc<T>* x, acc<T> by) const {
+        const acc<T> top = by * *std::max_element(x, x + V);
+        lanes<T> e, sums = {};
+        for (int v = 0; v < V; v += LANES) {
+            const int n = std::min(LANES, V - v);
+            load_some(e, x + v, n);
+            e = e * by - top;
+            exp_lanes(e);
+            for (int l = n; l < LANES; l++) e[l] = 0;
+            sums += e;
+        }
+        return std::log(sum_lanes(sums)) + top;
+    }
+};
+
+template <class T>
+void distillation_cpu(Context&, const Distilled<acc<T>>& out, T* dlogits, acc<T>* logits,
+                      const DistillationRows<acc<T>>& of) {
+    #pragma omp parallel for schedule(static) if ((size_t)of.R * of.V > 2000)
+    for (int r = 0; r < of.R; r++) {
+        const int V = of.V;
+        acc<T>* s = logits + (size_t)r * V;
+        const acc<T> *t = of.teacher + (size_t)r * V, weight = of.how.weight, right = s[of.target[r]];
+        const DistilledRow<T> row = {s, t, of.how, V};
+        typename DistilledRow<T>::Ids x;
+        lanes<T> from_p = {}, from_q = {};
+        for (int v = 0; v < V; v += LANES) {
+            row.load(x, v);
+            from_p += x.p * (x.log_p - x.log_m), from_q += x.q * (x.log_q - x.log_m);
+        }
+        const acc<T> of_q = sum_lanes(from_q);
+        out.divergence[r] = of.how.of_p() * sum_lanes(from_p) + of.how.of_q() * of_q;
+        out.loss[r] = weight * out.divergence[r] + (weight < 1 ? (1 - weight) * (row.sum - right) : 0);
+        out.agrees[r] = std::max_element(s, s + V) - s == std::max_element(t, t + V) - t;
+        for (int v = 0; v < V && dlogits; v += LANES) { // (as in cross_entropy_cpu)
+            lanes<T> by_s;
+            const int n = row.load(x, v);
+            load_some(by_s, s + v, n);
+            by_s -= row.sum;
+            if (weight < 1) exp_lanes(by_s);
+            const lanes<T> by_z = of.how.beta == 0 ? x.q - x.p
+                                                   : of.how.of_q() * x.q * (x.log_q - x.log_m - of_q);
+            T g[LANES];
+            for (int l = 0; l < n; l++) {
+                const acc<T> of_target = weight < 1 ? (1 - weight) * (by_s[l] - (v + l == of.target[r])) : 0;
+                g[l] = to_stored<T>(of.scale * (weight * row.by * by_z[l] + of_target));
+            }
+            memcpy((uint8_t*)s + v * sizeof(T), g, n * sizeof(T));
+        }
+    }
 }
 
 template <class T>
@@ -242,6 +317,8 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
 }
 
 #define INSTANTIATE(T)                                                                                                \
+    template void distillation_cpu(Context&, const Distilled<acc<T>>&, T*, acc<T>*,                                   \
+                                   const DistillationRows<acc<T>>&);                                                  \
     template void cross_entropy_cpu(Context&, acc<T>*, T*, acc<T>*, const int*, acc<T>, int, int);                    \
     template void head_loss_cpu(Context&, acc<T>*, T*, acc<T>*, acc<T>*, T*, acc<T>*, const T*,                       \
                                 const LossRows<acc<T>>&, const Linear<T>&);                                           \

@@ -94,6 +94,11 @@ template <class T>
 void cross_entropy_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, const int* target, acc<T> scale, int R,
                        int V);
 
+// Losses against a teacher's rows of logits, and their gradients in place
+template <class T>
+void distillation_cpu(Context& ctx, const Distilled<acc<T>>& out, T* dlogits, acc<T>* logits,
+                      const DistillationRows<acc<T>>& of);
+
 // head_cpu and cross_entropy_cpu
 template <class T>
 void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>* parts,

@@ -44,7 +44,8 @@ static void read_targets(const char* file, sj::Value targets, const Config& c, A
 
 // Reads adapter_config.json. As with a model's config, keys that change the computation are read or must be off. An
 // unknown key may change it: it must be off too.
-static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, const Config& c) {
+static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, const Config& c,
+                                          bool scores) {
     const char* name = file.c_str();
     sj::Doc doc;
     const std::string fault = sj::parse(doc, text);
@@ -61,10 +62,13 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
         "qalora_group_size", "revision", "task_type"};
     for (auto [key, v] : j.members()) {
         if (read_below.count(key) || bookkeeping.count(key)) continue;
+        if (scores && key == "modules_to_save") continue;
         const bool empty = (v.is(sj::Object) || v.is(sj::Array)) && v.size() == 0;
         if (!(v.is(sj::Null) || v.is(sj::False) || empty || (key == "bias" && v.str() == "none")))
             DIE("%s: %s = %.60s is not supported", name, key.c_str(), std::string(v.raw()).c_str());
     }
+    if (scores && j["task_type"].str() != "SEQ_CLS")
+        DIE("%s: task_type is not \"SEQ_CLS\": not a reward model's (train_lora --reward-model)", name);
     // PiSSA, OLoRA and similar methods move a part of the base model's weights into the adapter: it fits no other base.
     const sj::Value init = j["init_lora_weights"];
     if (init && !init.is_bool() && !init.is(sj::Null) && init.str() != "gaussian")
@@ -87,15 +91,18 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     return a;
 }
 
-std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base) {
+std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base, bool scores) {
     sj::Writer w;
     w.object().field("base_model_name_or_path", base).field("bias", "none").field("fan_in_fan_out", false);
     w.field("inference_mode", true).field("init_lora_weights", true).field("lora_alpha", a.alpha);
-    w.field("lora_dropout", dropout).field("modules_to_save", nullptr).field("peft_type", "LORA").field("r", a.rank);
+    w.field("lora_dropout", dropout);
+    if (scores) w.key("modules_to_save").array().value("classifier").value("score").end();
+    else w.field("modules_to_save", nullptr);
+    w.field("peft_type", "LORA").field("r", a.rank);
     w.key("target_modules").array();
     for (int m = 0; m < MODULES; m++)
         if (a.targets[m]) w.value(module_name(m));
-    w.end().field("task_type", "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
+    w.end().field("task_type", scores ? "SEQ_CLS" : "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
     return w.text + "\n";
 }
 
@@ -133,11 +140,11 @@ static MappedFile copy_of_file(const std::string& path, size_t most) {
     return copy;
 }
 
-AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied) : path(folder) {
+AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied, bool scores) : path(folder) {
     const std::string text = folder + "/adapter_config.json", numbers = folder + "/adapter_model.safetensors";
     constexpr size_t TEXT = 1 << 20; // bytes of a JSON text, at most
     auto mapped = [&](const std::string& p, size_t most) { return copied ? copy_of_file(p, most) : MappedFile(p); };
-    config = parse_adapter_config(text, mapped(text, TEXT).text(), c);
+    config = parse_adapter_config(text, mapped(text, TEXT).text(), c, scores);
     map = mapped(numbers, adapter_parameters(c, config) * sizeof(float) + 8 * TEXT);
     read_safetensors(map, tensors, metadata);
     starters = read_starters(map.path, metadata);
@@ -149,6 +156,7 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
             check(name, matrix == 'A' ? Shape{config.rank, t.columns} : Shape{t.rows, config.rank});
             expected.insert(name);
         }
+    if (scores) check(SCORE_TENSOR, {1, c.C}), expected.insert(SCORE_TENSOR);
     for (auto& [name, t] : tensors)
         if (!expected.count(name))
             DIE("%s: tensor %s belongs to no module that the config names", map.path.c_str(), name.c_str());

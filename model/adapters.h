@@ -31,8 +31,10 @@ inline ModuleOf module_numbered(int number, int layers) {
 // The module that PEFT's target_modules names so ("q_proj", "self_attn.q_proj"); -1: none.
 int module_of(const std::string& name);
 
-// adapter_config.json as PEFT reads it. `base` names the model, for people.
-std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base);
+// adapter_config.json as PEFT reads it. `base` names the model, for people. scores: the file has a head's weight too.
+std::string adapter_config_json(const AdapterConfig& a, double dropout, const std::string& base, bool scores = false);
+// The head of a reward model (1,C): PEFT's name of Qwen3ForSequenceClassification's.
+inline constexpr const char* SCORE_TENSOR = "base_model.model.score.weight";
 
 // The model's matrices that the adapter is for, in the model's order.
 std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a);
@@ -56,8 +58,9 @@ struct AdapterFile {
     Starters starters; // none: the model's
     AdapterConfig config;
 
-    // copied: other programs may be changing the files.
-    AdapterFile(const std::string& folder, const Config& c, bool copied = false);
+    // copied: other programs may be changing the files. scores: a reward model's adapter; any other is refused, and
+    // else that one.
+    AdapterFile(const std::string& folder, const Config& c, bool copied = false, bool scores = false);
 
   private:
     // PEFT names tensors by the class that it wraps: base_model.model.model.layers.0 of a causal model, without the

@@ -20,6 +20,8 @@ template <class T> struct HeadNorms;
 template <class T> struct KVCache;
 template <class T> struct LayerCache;
 template <class T> struct Linear;
+template <class A> struct Distilled;
+template <class A> struct DistillationRows;
 template <class A> struct LossRows;
 template <class T> struct Routed;
 
@@ -102,6 +104,8 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 // Backward
 void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
                    const bf16* x, const LossRows<float>& of, const Linear<bf16>& W);
+void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, float* logits,
+                      const DistillationRows<float>& of);
 void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
 void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,

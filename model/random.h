@@ -29,5 +29,5 @@ BOTH inline Philox philox(uint64_t seed, uint64_t counter, uint64_t stream) {
 // Each purpose has its own stream.
 enum RandomStream : uint64_t {
     STREAM_SAMPLE = 1, STREAM_SYNTHESIZE = 2, STREAM_DROPOUT = 3, STREAM_INIT = 4, STREAM_SHUFFLE = 5,
-    STREAM_ROLLOUT = 6, STREAM_NOISE = 7
+    STREAM_ROLLOUT = 6, STREAM_NOISE = 7, STREAM_DISTIL = 8
 };

@@ -53,7 +53,11 @@ template <class T> void Trainer<T>::write_result(const std::string& folder, size
         };
         tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
     });
-    write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model));
+    if (o.scores())
+        tensors.push_back({SCORE_TENSOR, "F32", {1, c.C}, [&](OutputFile& out) {
+            out.write(&numbers[params.score], (size_t)c.C * sizeof(A));
+        }});
+    write_text(folder + "/adapter_config.json", adapter_config_json(o.lora, o.dropout, o.model, o.scores()));
     write_safetensors(folder + "/adapter_model.safetensors", metadata, tensors);
 }
 
@@ -83,10 +87,21 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
         if (name == "kto") w.field("desirable", o.pref.desirable).field("undesirable", o.pref.undesirable);
         w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
     }
+    if (!o.teacher.empty()) {
+        w.field("teacher", hex(ModelFile(o.teacher).hash())).field("distil-beta", (double)o.distil.beta);
+        w.field("distil-temp", (double)o.distil.temperature).field("distil-weight", (double)o.distil.weight);
+        w.field("on-policy", o.distil.on_policy);
+    }
+    if (o.distil.on_policy > 0)
+        w.field("max-tokens", o.rl.max_tokens).field("temp", o.rl.temperature).field("top-p", o.rl.top_p);
     if (o.grpo) {
         const GrpoOptions& rl = o.rl;
         w.field("grpo", true).key("reward").array();
-        for (auto& name : rl.rewards) w.value(name);
+        for (auto& name : rl.rewards) {
+            const Reward reward = make_reward(name, rl.timeout);
+            const std::string numbers = reward.name + "/adapter_model.safetensors"; // of a reward model
+            w.value(reward.of ? name : name + " " + hex(fnv1a(MappedFile(numbers).text())));
+        }
         w.end().field("group", rl.group).field("max-tokens", rl.max_tokens).field("temp", rl.temperature);
         w.field("top-p", rl.top_p).field("iterations", rl.iterations).field("loss-type", rl.loss);
         w.field("scale-rewards", rl.scale).field("epsilon", rl.epsilon).field("epsilon-high", rl.epsilon_high);

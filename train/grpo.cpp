@@ -2,9 +2,14 @@
 #include "train/grpo.h"
 #include "base/error.h"
 #include "train/ranks.h"
+#include "train/rewards.h"
 #include <algorithm>
 #include <cmath>
 #include <utility>
+
+bool GrpoOptions::model_scores() const {
+    return std::any_of(rewards.begin(), rewards.end(), [&](auto& name) { return !make_reward(name, timeout).of; });
+}
 
 Advantages advantages(const double* reward, size_t n, bool scaled) {
     double mean = 0, squares = 0;

@@ -23,6 +23,7 @@ struct GrpoOptions {
     std::string loss = "dapo", scale = "group";
     bool mask_truncated = false;
     double temperature = 1, top_p = 1;
+    bool model_scores() const; // a reward is a reward model's
 };
 
 // reward - mean, divided by the group's standard deviation (of a sample) if requested. Equal rewards: zero.

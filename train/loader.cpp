@@ -19,13 +19,15 @@ std::vector<size_t> Loader::fitting(const Dataset& from) {
     const size_t limit = (size_t)std::min(o.max_len, c.max_positions), all = from.rows() / from.group();
     for (size_t i = 0; i < all; i++) {
         size_t most = 0, sum = 0;
-        each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - 1; });
+        each_row(from, {i}, [&](DatasetRow row) { most = std::max(most, row.size()), sum += row.size() - unfed; });
         if (from.labelled()) sum = most - 1; // (its two rows are in different batches)
-        if (o.grpo) most = prompt_of(from.row(i)).size() + o.rl.max_tokens, sum = o.rl.group * (most - 1);
+        const size_t sampled = o.samples() ? prompt_of(from.row(i)).size() + o.rl.max_tokens : 0;
+        if (o.grpo) most = sampled, sum = o.rl.group * (most - unfed);
+        else if (sampled > most) most = sampled, sum = most - 1;
         if (most > limit) continue;
-        list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)most - 1);
+        list.push_back(i), lengths.push_back((int)sum), longest = std::max(longest, (int)(most - unfed));
     }
-    const char *name = from.file.path.c_str(), *with = o.grpo ? " with --max-tokens" : "";
+    const char *name = from.file.path.c_str(), *with = o.samples() ? " with --max-tokens" : "";
     if (list.empty())
         DIE("%s: every %s has more than %zu tokens%s (%s)", name, unit(), limit, with,
             o.max_len > c.max_positions ? "the model's limit" : "--max-len");
@@ -73,7 +75,8 @@ void Loader::plan(Arena& arena) {
     pages = arena.take<int>(sequences() * max_pages);
 }
 
-template <class From> Batch Loader::load(const From& from, const size_t* list, int n, int first, int& R) {
+template <class From>
+Batch Loader::load(const From& from, const size_t* list, int n, int first, int& R, bool whole) {
     const int group = (int)from.group();
     n *= group; // sequences
     std::vector<int> all_token, all_pos, all_seq, all_slot, all_named, all_target, table((size_t)n * max_pages, 0);
@@ -84,9 +87,10 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     for (int s = 0; s < n; s++) {
         const DatasetRow row = from.row(list[s / group] * group + s % group);
         const size_t in_step = place_in_step((size_t)(first + s / group));
-        for (int i = 0; i + 1 < (int)row.size(); i++) {
+        for (int i = 0, end = (int)row.size() - !whole; i < end; i++) {
             if (i % PAGE == 0) table[(size_t)s * max_pages + i / PAGE] = page++;
-            if (row.first[i + 1] & TRAIN) {
+            if (whole && i + 1 == end) all_named.push_back((int)all_token.size()), all_target.push_back(0);
+            if (!whole && row.first[i + 1] & TRAIN) {
                 all_named.push_back((int)all_token.size());
                 all_target.push_back((int)(row.first[i + 1] & ~TRAIN));
             }
@@ -111,6 +115,6 @@ template <class From> Batch Loader::load(const From& from, const size_t* list, i
     R = (int)all_named.size();
     return {(int)N, n, token, pos, seq, slot, pages, max_pages};
 }
-template Batch Loader::load(const Dataset&, const size_t*, int, int, int&);
-template Batch Loader::load(const Half&, const size_t*, int, int, int&);
-template Batch Loader::load(const Groups&, const size_t*, int, int, int&);
+template Batch Loader::load(const Dataset&, const size_t*, int, int, int&, bool);
+template Batch Loader::load(const Half&, const size_t*, int, int, int&, bool);
+template Batch Loader::load(const Groups&, const size_t*, int, int, int&, bool);

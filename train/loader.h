@@ -40,7 +40,7 @@ struct Loader {
     int most_tokens = 0, longest = 0;    // of a batch, of a row
 
     Loader(const TrainOptions& options, Context& where, const Config& config, const Dataset& train)
-        : o(options), ranks(*o.ranks), ctx(where), c(config), data(train) {}
+        : o(options), ranks(*o.ranks), ctx(where), c(config), data(train), unfed(!o.scores() && !o.rl.model_scores()) {}
     // Leaves out units that are too long, and reports them.
     void choose_rows(const Dataset* evaluation);
 
@@ -69,9 +69,12 @@ struct Loader {
 
     // Packs units list[0 .. n - 1]; the first is number `first` of its step, or of this rank's part of it. R: the
     // number of tokens to predict. (From: Dataset, Half or Groups.)
-    template <class From> Batch load(const From& from, const size_t* list, int n, int first, int& R);
+    // whole: a row's last token is fed too, and is the only one of the row in `named`.
+    template <class From>
+    Batch load(const From& from, const size_t* list, int n, int first, int& R, bool whole = false);
 
   private:
+    const bool unfed; // a row's last token, in all batches
     std::vector<size_t> order;
     int64_t ordered = -1; // the epoch of this order
 

@@ -38,6 +38,12 @@ static std::vector<Option> option_table(TrainOptions& o) {
     auto grpo = [&o](Setter set) {
         return [&o, set](const char* option, const char* v) { o.says_grpo = option, set(option, v); };
     };
+    auto distil = [&o](Setter set) {
+        return [&o, set](const char* option, const char* v) { o.says_distil = option, set(option, v); };
+    };
+    auto sampled = [&o](Setter set) { // of --grpo and --on-policy
+        return [&o, set](const char* option, const char* v) { o.says_sampling = option, set(option, v); };
+    };
     GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
@@ -64,6 +70,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--simpo", "", "... without a reference, by log-probabilities per token", loss(losses[2])},
         {"", "--orpo", "", "... without a reference, with the chosen answer's cross entropy", loss(losses[3])},
         {"", "--kto", "", "train on single answers that are labelled desirable or undesirable", loss(losses[4])},
+        {"", "--reward-model", "", "train an adapter and a head that scores answers, on pairs: for --reward DIR",
+         loss(REWARD_MODEL)},
         {"", "--beta", "X", "... scale of rewards (default 0.1); --orpo: weight of the odds ratio",
          of_loss("", number(o.pref.beta, 1e-6, 1e6))},
         {"", "--label-smoothing", "X", "... --dpo: assumed share of swapped pairs (default 0)",
@@ -76,15 +84,15 @@ static std::vector<Option> option_table(TrainOptions& o) {
          of_loss("kto", number(o.pref.undesirable, 0, 1e6))},
         {"", "--grpo", "", "train on rewards of answers sampled from the model; below, read \"row\"\n"
          "as \"prompt\"", flag(o.grpo)},
-        {"", "--reward", "NAME", "... exact, choice, rouge-l, regex:PATTERN, length:N, or a program\n"
-         "(./NAME), optionally WEIGHT*NAME; may be repeated: rewards are summed", grpo(list(rl.rewards))},
+        {"", "--reward", "NAME", "... exact, choice, rouge-l, regex:PATTERN, length:N, a program\n"
+         "(./NAME) or the folder of a --reward-model, optionally WEIGHT*NAME; may be repeated: rewards are summed", grpo(list(rl.rewards))},
         {"", "--reward-timeout", "S", "... seconds per step for a reward program (default 60)", grpo(number(rl.timeout, 0.01, 1e6))},
         {"", "--group", "N", "... answers per prompt (default 8)", grpo(whole(rl.group, 2, 4096))},
-        {"-n", "--max-tokens", "N", "... longest answer in tokens (default 256)", grpo(whole(rl.max_tokens, 1, 1 << 20))},
-        {"-t", "--temp", "X", "... sampling temperature (default 1)", grpo(number(rl.temperature, 0.01, 100))},
+        {"-n", "--max-tokens", "N", "... longest answer in tokens (default 256)", sampled(whole(rl.max_tokens, 1, 1 << 20))},
+        {"-t", "--temp", "X", "... sampling temperature (default 1)", sampled(number(rl.temperature, 0.01, 100))},
         {"-p", "--top-p", "X", "... sample from the likeliest tokens that reach this total probability\n"
          "(default 1)",
-         grpo(number(rl.top_p, 0.01, 1))},
+         sampled(number(rl.top_p, 0.01, 1))},
         {"", "--iterations", "N", "... steps on the same answers (default 1)", grpo(whole(rl.iterations, 1, 1024))},
         {"", "--loss-type", "NAME", "... grpo: mean over answers of token means; dr_grpo: sum over a\n"
          "constant; dapo (default): mean over all tokens", grpo(one_of(rl.loss, {"grpo", "dr_grpo", "dapo"}))},
@@ -97,12 +105,23 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--kl-beta", "X", "... weight of the KL divergence from the initial model (default 0)",
          grpo(number(rl.kl_beta, 0, 1e6))},
         {"", "--mask-truncated", "", "... ignore answers without an end token (default: off)", grpo(flag(rl.mask_truncated))},
+        {"", "--teacher", "MODEL", "train on the next-token probabilities of a larger model with the same\n"
+         "vocabulary, over the rows' answers", file_name(o.teacher)},
+        {"", "--distil-beta", "X", "... 0: KL from the teacher to the model; 1: the reverse; between:\n"
+         "Jensen-Shannon divergence (default 0)", distil(number(o.distil.beta, 0, 1))},
+        {"", "--distil-temp", "X", "... temperature of both models' probabilities (default 1)",
+         distil(number(o.distil.temperature, 0.01, 100))},
+        {"", "--distil-weight", "X", "... weight of the divergence; the rest is the answer's cross entropy\n"
+         "(default 1)", distil(number(o.distil.weight, 0, 1))},
+        {"", "--on-policy", "X", "... share of steps on answers that the model samples, with -n, -t and -p\n"
+         "(default 0)", distil(number(o.distil.on_policy, 0, 1))},
         {"", "--epochs", "X", "passes over the dataset (default 2)", number(o.epochs, 1e-6, 1e6)},
         {"", "--steps", "N", "number of steps, instead of --epochs", whole(o.steps, 1, 1000000000)},
         {"", "--batch", "N", "rows per batch (default 16)", whole(o.batch, 1, 65536)},
         {"", "--accum", "N", "batches per step (default 1)", whole(o.accum, 1, 65536)},
         {"", "--max-len", "N", "leave out rows longer than N tokens (default 512)", whole(o.max_len, 2, 1 << 24)},
-        {"", "--lr", "X", "learning rate (default 1.5e-4; preferences 5e-6, --grpo 1e-5)", number(o.lr, 0, 10)},
+        {"", "--lr", "X", "learning rate (default 1.5e-4; preferences 5e-6, --grpo 1e-5,\n"
+         "--reward-model 1e-4)", number(o.lr, 0, 10)},
         {"", "--schedule", "NAME", "learning rate schedule: cosine (default), linear or constant",
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of steps with a rising learning rate (default 0.1)", number(o.warmup, 0, 1)},
@@ -135,13 +154,30 @@ static std::vector<Option> option_table(TrainOptions& o) {
     return table;
 }
 
+static void check_sampling(const TrainOptions& o) {
+    if (!o.samples() && !o.says_sampling.empty()) DIE("%s is for --grpo and --on-policy", o.says_sampling.c_str());
+    if (o.samples() && o.rl.max_tokens >= o.max_len)
+        DIE("--max-tokens %d leaves no room for a prompt in --max-len %d", o.rl.max_tokens, o.max_len);
+}
+
+static void check_teacher(const TrainOptions& o) {
+    if (o.teacher.empty() && !o.says_distil.empty()) DIE("%s is for --teacher", o.says_distil.c_str());
+    if (!o.teacher.empty() && (o.preference || o.grpo))
+        DIE("--teacher or --%s: not both", o.grpo ? "grpo" : o.preference->name);
+    if (!o.teacher.empty() && o.train.empty()) DIE("--teacher is for training");
+}
+
+static void check_reward_model(const TrainOptions& o) {
+    if (o.full) DIE("--reward-model trains an adapter and a head: not with --full");
+    if (!o.merge.empty()) DIE("--reward-model: its result scores answers, and --merge writes a model of text");
+    if (!o.of_loss.empty()) DIE("%s is not for --reward-model", o.of_loss[0].first.c_str());
+}
+
 static void check_grpo(const TrainOptions& o) {
     const GrpoOptions& rl = o.rl;
     if (o.preference) DIE("--%s or --grpo: not both", o.preference->name);
     if (rl.rewards.empty()) DIE("--grpo: --reward NAME says what an answer is worth");
     for (auto& name : rl.rewards) make_reward(name, rl.timeout); // throws
-    if (rl.max_tokens >= o.max_len)
-        DIE("--max-tokens %d leaves no room for a prompt in --max-len %d", rl.max_tokens, o.max_len);
     if (o.full && rl.temperature != 1) DIE("--temp %g: with --full the temperature is 1", rl.temperature);
     if (rl.iterations > 1 && std::max(o.gpus, o.ranks->size) > 1)
         DIE("--iterations %d: several GPUs take one step on the same answers", rl.iterations);
@@ -166,12 +202,14 @@ void check_options(const TrainOptions& o) {
         DIE("--neftune-alpha is for training on answers, not with --%s", o.grpo ? "grpo" : o.preference->name);
     if (o.eval.empty() && (o.eval_every || o.allow_leak))
         DIE("--eval FILE names the dataset for --eval-every and --allow-leak");
+    if (o.scores()) check_reward_model(o);
     for (auto& [option, loss] : o.of_loss)
         if (!o.preference || (!loss.empty() && loss != o.preference->name))
             DIE("%s is for --%s", option.c_str(),
                 loss.empty() ? "dpo, --ipo, --simpo, --orpo and --kto" : loss.c_str());
     if (!o.grpo && !o.says_grpo.empty()) DIE("%s is for --grpo", o.says_grpo.c_str());
     if (o.grpo) check_grpo(o);
+    check_teacher(o), check_sampling(o);
     if (o.steps && o.epochs) DIE("--steps %lld or --epochs %g: not both", (long long)o.steps, o.epochs);
     if (o.gpus > 1 && o.train.empty()) DIE("--gpus is for training");
     const bool pairs = o.preference && o.preference->pairs();
@@ -218,8 +256,9 @@ TrainOptions parse_options(int argc, char** argv) {
     if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
     o.model = words[0];
     if (words.size() == 2) o.train = words[1];
+    if (!o.grpo) o.rl.group = 1; // of --on-policy
     if (!o.lora.alpha) o.lora.alpha = 2 * o.lora.rank;
-    if (o.lr < 0) o.lr = o.preference ? PREFERENCE_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
+    if (o.lr < 0) o.lr = o.scores() ? REWARD_LR : o.preference ? PREFERENCE_LR : o.grpo ? GRPO_LR : TrainOptions().lr;
     if (o.dropout < 0) o.dropout = o.preference || o.grpo ? 0 : TrainOptions().dropout;
     if (o.rl.epsilon_high < 0) o.rl.epsilon_high = o.rl.epsilon;
     check_options(o);

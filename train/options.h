@@ -5,6 +5,7 @@
 #include "train/preferences.h"
 #include "train/ranks.h"
 #include "train/recipe.h"
+#include "train/teacher.h"
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -30,10 +31,15 @@ struct TrainOptions : ModelOptions {
     std::shared_ptr<Ranks> ranks = std::make_shared<Ranks>("train_lora");
     const PreferenceLoss* preference = nullptr; // --dpo, --kto, ..
     PreferenceOptions pref;
+    bool scores() const { return preference && preference->scores; }
     std::vector<std::pair<std::string, std::string>> of_loss; // given options, and their loss; "": any
     std::string says_grpo; // the last given option that needs --grpo
     bool grpo = false;
     GrpoOptions rl;
+    std::string teacher; // its model
+    DistilOptions distil;
+    std::string says_distil, says_sampling; // the last given option that needs --teacher, or sampled answers
+    bool samples() const { return grpo || distil.on_policy > 0; } // answers
     int rank_step = 1; // see adapt: GPU_RANK_STEP on a GPU
     std::string says_lora; // the last given option that --adapter-init and --full exclude
 };
@@ -41,6 +47,7 @@ struct TrainOptions : ModelOptions {
 constexpr double EPOCHS = 2;
 constexpr double PREFERENCE_LR = 5e-6; // LLaMA-Factory's example for LoRA; without dropout, as TRL
 constexpr double GRPO_LR = 1e-5;
+constexpr double REWARD_LR = 1e-4; // as TRL
 
 // Throws Error. With --help it prints the options, and `help` is set.
 TrainOptions parse_options(int argc, char** argv);

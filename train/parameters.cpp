@@ -14,6 +14,9 @@ template <class T> void Parameters<T>::measure() {
         count = end.B;
         segments = {{0, end.A, o.weight_decay, 1},
                     {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale(), o.loraplus}};
+        if (!o.scores()) return;
+        score = count, count += c.C;
+        segments.push_back({score, (size_t)c.C, o.weight_decay, 1});
         return;
     }
     size_t matrices = 0;
@@ -42,6 +45,7 @@ template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
         });
     } else if (!o.adapter_init.empty()) {
         first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
+        first.resize(count, 0);
     } else {
         size_t drawn = 0; // the same numbers however the rank is rounded up
         each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
@@ -109,6 +113,7 @@ template <class T> void Parameters<T>::each_range(const std::function<void(size_
     each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t columns, size_t at, size_t stride) {
         for (size_t r = 0; r < rows; r++) f(at + r * stride, columns);
     });
+    if (o.scores()) f(score, (size_t)c.C);
 }
 
 template <class T> typename Gradients<T>::OfLinear& Parameters<T>::gradient_of_module(const ModuleOf& m) {
@@ -149,6 +154,7 @@ template <class T> void Parameters<T>::divide() {
         is_in(at.A, linear.adapter.width() * linear.in, layer);
         is_in(at.B, linear.adapter.width() * linear.out(), layer);
     });
+    if (o.scores()) is_in(score, (size_t)c.C, -1);
     order_of_buckets.resize(buckets.n);
     std::iota(order_of_buckets.begin(), order_of_buckets.end(), (size_t)0);
     std::stable_sort(order_of_buckets.begin(), order_of_buckets.end(),

@@ -34,6 +34,7 @@ template <class T> struct Parameters {
     struct Segment { size_t first, n; double decay; float copy; double rate = 1; }; // rate: times the learning rate
     std::vector<Segment> segments;
     size_t count = 0;
+    size_t score = 0;        // with --reward-model: place of the head (C), behind the adapter's numbers
     int rank = 0;            // of adapters in this layout
     A *p, *m, *v;            // (own) master parameters, AdamW's moments
     A *gradient;             // (padded) of this rank's rows, then of all ranks'
@@ -44,7 +45,9 @@ template <class T> struct Parameters {
     Gradients<T> g;          // where `backward` puts them
 
     // The number of trained parameters; an adapter's array also holds zeros.
-    size_t trained() const { return o.full ? count : adapter_parameters(c, o.lora); }
+    size_t trained() const {
+        return o.full ? count : adapter_parameters(c, o.lora) + (o.scores() ? (size_t)c.C : 0);
+    }
 
     // ---- Several ranks: gradients are summed in buckets.
     Buckets buckets;

@@ -21,15 +21,21 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     a.plan_training(arena, c, N, o.recompute, ample);
     kv.plan(arena, c, (size_t)N / PAGE + loader.sequences(), !ample);
     part("activations", before), before = arena.used;
-    d.plan(arena, c, N, params.rank, std::min(N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS), (bool)ctx.gpu);
+    const bool halves = teacher && ctx.gpu; // a float's memory holds two bf16
+    const int rows = std::min(halves ? (N + 1) / 2 * 2 : N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS);
+    d.plan(arena, c, N, params.rank, rows, (bool)ctx.gpu);
+    d.head_rows = halves ? rows / 2 : rows;
     part("their gradients, logits", before), before = arena.used;
-    if (o.grpo) plan_answers(scratch), part("answers", before), before = arena.used;
+    if (teacher) plan_teacher(), part("the teacher", before), before = arena.used;
+    for (auto& model : reward_models) model->plan(arena, loader.most_tokens, loader.sequences(), loader.longest);
+    if (!reward_models.empty()) part("reward models", before), before = arena.used;
+    if (o.samples()) plan_answers(scratch), part("answers", before), before = arena.used;
     rope = arena.take<A>((size_t)loader.longest * c.D);
     loss = arena.take<A>(N);
-    results = arena.take<double>(2);
+    results = arena.take<double>(4);
     loader.plan(arena);
     if constexpr (WITH_GPU) {
-        if (ctx.gpu && o.grpo) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
+        if (ctx.gpu && o.samples()) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
         else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
     }
     part("the rest", before);
@@ -59,6 +65,12 @@ template <class T> void Trainer<T>::reserve() {
             arena.used - have, o.full ? ", LoRA instead of --full" : ", --rank");
     arena.allocate("training");
     plan();
+}
+
+template <class T> void Trainer<T>::plan_teacher() {
+    teacher->plan(arena, loader.most_tokens, (size_t)loader.most_tokens / PAGE + loader.sequences(), loader.longest,
+                  d.head_rows);
+    divergences = arena.take<A>(loader.most_tokens), agrees = arena.take<A>(loader.most_tokens);
 }
 
 // Sampled answers use the memory that holds training's activations at other times.
@@ -99,7 +111,13 @@ template <class T> void Trainer<T>::fill() {
     std::vector<A> angles((size_t)loader.longest * c.D);
     fill_rope(angles.data(), loader.longest, c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
-    if (o.grpo) engine.rope = rope, set_temperature();
+    if (o.samples()) engine.rope = rope;
+    if (o.grpo) set_temperature();
+    for (auto& model : reward_models) model->base.fill();
+    if (!teacher) return;
+    teacher->fill();
+    const std::vector<A> ones(d.head_rows, 1);
+    copy_in(ctx, d.factor, ones.data(), ones.size());
 }
 
 #define INSTANTIATE(T) \

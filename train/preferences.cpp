@@ -36,6 +36,11 @@ PairLoss orpo_loss(const PreferenceOptions& o, const Likelihood& chosen, const L
             -o.beta * s.slope / other(r) / rejected.tokens};
 }
 
+PairLoss bradley_terry_loss(const PreferenceOptions&, const Likelihood& chosen, const Likelihood& rejected) {
+    const SigmoidLoss s = sigmoid_loss(chosen.logp - rejected.logp);
+    return {s.loss, s.slope, -s.slope};
+}
+
 AnswerLoss kto_loss(const PreferenceOptions& o, const Likelihood& answer, double kl, bool desirable) {
     const double sign = desirable ? 1 : -1, weight = desirable ? o.desirable : o.undesirable;
     const double x = sign * o.beta * (answer.gain() - kl), up = 1 / (1 + std::exp(-x)), down = 1 / (1 + std::exp(x));
@@ -169,6 +174,11 @@ double Trainer<T>::preferences_backward(const Dataset& from, const size_t* list,
                                         const Gradients<T>* to, A scale) {
     const std::vector<int>& ends = loader.ends;
     double sum = 0;
+    if (o.scores()) {
+        const std::vector<double> by = preference_slopes(from, list, scores(R), sum);
+        if (to) scores_backward(b, by, scale);
+        return sum;
+    }
     const std::vector<double> by = preference_slopes(from, list, log_probabilities(b, R), sum);
     for (size_t s = 0; to && s < by.size(); s++) { // cross entropy is the negative log-probability
         const int first = s ? ends[s - 1] : 0;

@@ -37,15 +37,20 @@ PairLoss orpo_loss(const PreferenceOptions& o, const Likelihood& chosen, const L
 struct AnswerLoss { double loss, by_logp; };
 AnswerLoss kto_loss(const PreferenceOptions& o, const Likelihood& answer, double kl, bool desirable);
 
+// Reward models (Bradley and Terry, 1952; Ouyang et al., 2022, equation 1), where logp is a head's score of an answer:
+// -log sigmoid(score_c - score_r).
+PairLoss bradley_terry_loss(const PreferenceOptions& o, const Likelihood& chosen, const Likelihood& rejected);
+
 struct PreferenceLoss {
     const char* name;
     bool has_reference; // else rewards and logged log-probabilities are per token, as in TRL
     PairLoss (*of_pair)(const PreferenceOptions&, const Likelihood& chosen, const Likelihood& rejected); // null: KTO
+    bool scores = false; // answers have scores, no log-probabilities
 
     bool pairs() const { return of_pair != nullptr; }
-    double logp(const Likelihood& l) const { return has_reference ? l.logp : l.mean(); }
+    double logp(const Likelihood& l) const { return scores ? NAN : has_reference ? l.logp : l.mean(); }
     double reward(const PreferenceOptions& o, const Likelihood& l) const {
-        return o.beta * (has_reference ? l.gain() : l.mean());
+        return scores ? l.logp : o.beta * (has_reference ? l.gain() : l.mean());
     }
 };
 inline constexpr PreferenceLoss PREFERENCE_LOSSES[] = {{"dpo", true, dpo_loss},
@@ -53,6 +58,7 @@ inline constexpr PreferenceLoss PREFERENCE_LOSSES[] = {{"dpo", true, dpo_loss},
                                                        {"simpo", false, simpo_loss},
                                                        {"orpo", false, orpo_loss},
                                                        {"kto", true, nullptr}};
+inline constexpr PreferenceLoss REWARD_MODEL = {"reward-model", false, bradley_terry_loss, true};
 
 // Statistics besides the loss, with TRL's names: sums, then means. With labels: chosen means desirable, rejected
 // undesirable.

@@ -153,6 +153,7 @@ Reward make_reward(const std::string& spec, double limit) {
             return all;
         };
     };
+    if (access((r.name + "/adapter_config.json").c_str(), F_OK) == 0) return r; // a reward model
     if (r.name.find('/') != r.name.npos && kind != "regex") {
         if (access(r.name.c_str(), X_OK) != 0) DIE("--reward %s: %s", r.name.c_str(), strerror(errno));
         r.of = [program = r.name, limit](const std::vector<Answered>& a) { return ask_program(program, a, limit); };

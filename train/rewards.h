@@ -8,7 +8,8 @@
 //   rouge-l         ROUGE-L against the row's answer, 0 to 1 (score.h's, over jieba's words)
 //   regex:PATTERN   1 if the pattern (POSIX extended) is found in the answer, else 0
 //   length:N        0 up to N tokens; longer ones fall to -1 at 2 N
-//   a program       any name with a /: it gets a line of JSON for each answer and prints a number a line
+//   a folder        that of a reward model (train_lora --reward-model): its score
+//   a program       any other name with a /: it gets a line of JSON for each answer and prints a number a line
 //
 // exact, choice and rouge-l ignore a thought before the answer. A program is started once for all answers of a step, in
 // its own process group, which is ended when the program has answered or its time is over.
@@ -28,7 +29,7 @@ struct Answered {
 struct Reward {
     std::string name; // as given, without the weight
     double weight = 1;
-    std::function<std::vector<double>(const std::vector<Answered>&)> of;
+    std::function<std::vector<double>(const std::vector<Answered>&)> of; // empty: a reward model's, whose folder is name
     std::function<void(const Answered&)> check; // throws Error if a row of the dataset is unsuitable; or empty
 };
 

@@ -56,7 +56,8 @@ Groups Trainer<T>::draw_groups(const Dataset& from, const std::vector<size_t>& l
             const size_t place = loader.place_in_step(first + s / size) * size + s % size;
             const Philox bits = philox(o.seed, (uint64_t)(step / o.rl.iterations) << 32 | place, STREAM_ROLLOUT);
             Sampling how;
-            how.temperature = greedy ? 0 : 1, how.top_k = 0, how.top_p = (float)o.rl.top_p;
+            how.temperature = greedy ? 0 : o.grpo ? 1 : (float)o.rl.temperature; // (see set_temperature)
+            how.top_k = 0, how.top_p = (float)o.rl.top_p;
             how.seed = (uint64_t)bits.v[1] << 32 | bits.v[0];
             asked.push_back({&prompts[s / size], how});
         }
@@ -74,8 +75,9 @@ Groups Trainer<T>::draw_groups(const Dataset& from, const std::vector<size_t>& l
         }
     }
     made.reward.assign(answered.size(), 0), made.each.assign(rewards.size(), 0);
+    size_t model = 0;
     for (size_t k = 0; k < rewards.size() && !answered.empty() && !interrupted; k++) {
-        const std::vector<double> r = rewards[k].of(answered);
+        const std::vector<double> r = rewards[k].of ? rewards[k].of(answered) : scores_of(*reward_models[model++], made);
         for (size_t i = 0; i < r.size(); i++) made.reward[i] += rewards[k].weight * r[i], made.each[k] += r[i];
     }
     return made;

@@ -44,6 +44,10 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
                counted(t.loader.rows.size(), t.loader.unit()).c_str(), what.c_str(),
                counted((size_t)t.steps, "step").c_str(), counted(t.loader.step_units(), t.loader.unit()).c_str(),
                (long long)t.loader.epoch_steps, (unsigned long long)o.seed);
+    if (t.teacher)
+        ranks.tell("%s: the teacher, %.2f M parameters, %s; its weights %.1f MB%s\n", o.teacher.c_str(),
+                   (double)parameters(t.teacher->c) / 1e6, type_name(t.teacher->w), (double)t.teacher->bytes() / 1e6,
+                   o.distil.on_policy > 0 ? format("; %g of the steps on own answers", o.distil.on_policy).c_str() : "");
     ranks.tell("%s\n", t.memory.c_str());
     if (o.full && file.is_float16())
         ranks.tell("%s: F16; computed in %s, and model.bin is F16 again\n", o.model.c_str(), type_name(t.w));
@@ -66,7 +70,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.loader.epoch_steps) == 0; };
     auto told_beside = [&] {
-        return o.preference ? t.preferences.text(data.pairs()) : o.grpo ? t.rewarded.text() : "";
+        if (t.teacher) return format("  divergence %.4f  agreement %.3f", t.divergence, t.agreement);
+        return o.preference ? t.preferences.text(data.pairs()) : o.grpo ? t.rewarded.text() : std::string();
     };
     auto measure = [&] { // whether the model is better than it was at its best; of rewards `best` is the negative
         const double value = o.grpo ? t.mean_reward(*eval, t.loader.eval_rows) : t.mean_loss(*eval, t.loader.eval_rows);
@@ -81,9 +86,10 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         if (o.grpo) t.rewarded.write(w, o.rl, true);
         else w.field("eval_loss", loss);
         if (o.preference) t.preferences.write(w, "eval_", data.pairs());
+        if (t.teacher) w.field("eval_divergence", t.divergence).field("eval_agreement", t.agreement);
         add_to_log(w);
         ranks.tell("step %lld/%lld  evaluation %s %.6f%s%s\n", (long long)t.step, (long long)t.steps,
-                   log.what.c_str(), value, o.preference ? told_beside().c_str() : "",
+                   log.what.c_str(), value, o.grpo ? "" : told_beside().c_str(),
                    loss < best ? ", the best so far" : "");
         const bool better = loss < best;
         best = std::min(loss, best);
@@ -109,7 +115,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     double told_at = start;
     ThreadPace pace(o, ctx);
     while (t.step < t.steps && (!interrupted || ranks.size > 1)) { // (several ranks all stop in the same step)
-        const double begun = seconds();
+        const double begun = seconds(), taught = t.teacher ? t.teacher->time : 0;
         pace.begin();
         if (!t.train_step()) break;
         pace.end();
@@ -118,6 +124,12 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
         if (o.preference) t.preferences.write(w, "", data.pairs());
+        if (t.teacher) {
+            w.field("divergence", t.divergence).field("agreement", t.agreement);
+            w.field("teacher_share", (t.teacher->time - taught) / took);
+            if (t.rewarded.answers > 0) // of a step on own answers
+                for (int i : {Rewarded::LENGTH, Rewarded::CUT}) w.field(Rewarded::NAMES[i], t.rewarded.value[i]);
+        }
         if (o.grpo) t.rewarded.write(w, o.rl, false);
         w.field("lr", t.last_lr).field("grad_norm", t.last_norm);
         const double rate = (double)t.tokens_done / (now - start);
@@ -130,7 +142,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         add_to_log(w);
         if (now - told_at >= 1 || t.step == t.steps || t.step == begun_at + 1) {
             const double left = (now - start) * (double)(t.steps - t.step) / (double)(t.step - begun_at);
-            const std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
+            std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
+            if (t.teacher) lost += format("  teacher %.0f%%", 100 * t.teacher->time / (now - start));
             ranks.tell("step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s%s  %.1f MB  %s left\n",
                        (long long)t.step, (long long)t.steps, t.last_loss, told_beside().c_str(),
                        t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),

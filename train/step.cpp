@@ -11,9 +11,11 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f, Format::PLAIN, keeps_packed<T>(options, where)),
       data(train), eval(evaluation), loader(o, ctx, c, data), params(o, ctx, file, w) {
     ctx.stop = &interrupted;
-    if (o.grpo) open_rewards();
+    if (o.samples()) open_rewards();
+    if (!o.teacher.empty()) teacher = std::make_unique<Teacher<T>>(o.teacher, ctx, file);
     loader.choose_rows(eval);
     steps = o.steps ? o.steps : (int64_t)std::ceil((o.epochs ? o.epochs : EPOCHS) * (double)loader.epoch_steps);
+    if (o.rl.model_scores()) open_reward_models();
     run = describe_run(o, file, data, steps, type_name(w));
     agree();
     if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
@@ -62,7 +64,7 @@ void Trainer<T>::each_batch(const From& from, const std::vector<size_t>& list, c
         const int n = (int)std::min((size_t)o.batch, list.size() - first);
         auto is_wanted = [&](size_t unit) { return wanted->count(unit) > 0; };
         if (wanted && std::none_of(&list[first], &list[first] + n, is_wanted)) continue;
-        const Batch b = loader.load(from, &list[first], n, (int)first, R);
+        const Batch b = loader.load(from, &list[first], n, (int)first, R, o.scores());
         forward(ctx, c, w, b, a, kv, rope);
         f(b, first, R);
     }
@@ -79,11 +81,12 @@ template <class T> std::vector<acc<T>> Trainer<T>::losses_of(const Batch& b, int
 template <class T>
 void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, const Gradients<T>* to, size_t all) {
     const A scale = 1 / (A)all;
-    clear(ctx, results, 2);
+    clear(ctx, results, 4);
     double sum = 0; // of preferences
     preferences = {};
     const OnBatch add = [&](const Batch& b, size_t first, int R) {
         if (o.preference) sum += preferences_backward(from, &list[first], b, R, to, scale);
+        else if (teacher) distil_backward(b, R, to, scale, o.distil);
         else {
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
@@ -122,6 +125,7 @@ template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& lis
     use_dropout(true);
     params.clear_gradient();
     if (o.grpo) add_groups();
+    else if (on_policy(step)) add_own_answers(all);
     else add_rows(data, list, &params.g, all);
     if (ranks.size == 1) return;
     loader.places.clear();
@@ -131,8 +135,8 @@ template <class T> void Trainer<T>::add_gradients(const std::vector<size_t>& lis
 }
 
 // Counts of a step: fed tokens; multiplications and additions: forward; backward to the input, and to the trained
-// parameters; with --grpo one more pass to sample the answers, and one for the reference; with --kto one for the
-// mismatched rows, which are as long on average.
+// parameters; one more pass to sample answers; with --grpo one for the reference; with --kto one for the mismatched
+// rows, which are as long on average; the teacher's pass.
 template <class T> template <class From>
 typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vector<size_t>& list) const {
     double N = 0, pairs = 0, products = 0, adapters = 0;
@@ -146,33 +150,37 @@ typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vecto
             products += used * (double)t.size();
             if (!o.full && o.lora.targets[t.kind]) adapters += used * o.lora.rank * (t.rows + t.columns);
         }
-    const int more = o.grpo + (first_stored != nullptr) + data.labelled();
+    const int more = std::is_same_v<From, Groups> + (first_stored != nullptr) + data.labelled();
     const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
     const double heads = (o.full ? 3 : 2) + (o.preference || o.grpo) + more;
-    const double head = (double)trained_tokens(from, list) * c.V * c.C * heads;
+    const double R = (double)trained_tokens(from, list), head = o.scores() ? 0 : R * c.V * c.C * heads;
     const double scores = attention * (3.5 + o.recompute + more);
-    return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head};
+    const double theirs = teacher ? teacher->flops(N, pairs, R) : 0;
+    return {N, 2 * N * (products * passes + adapters * (3 + more)) + scores + 2 * head + theirs};
 }
 
 template <class T> bool Trainer<T>::train_step() {
     const std::vector<size_t> list = loader.rows_of(step);
-    if (o.grpo) take_groups(list);
-    const size_t all = o.grpo ? 1 : weight(data, list);
-    add_gradients(o.grpo ? std::vector<size_t>() : loader.deal_step(list), all);
-    Work work = o.grpo ? work_of(groups, all_groups())
-                       : data.labelled() ? work_of(Half{data, 0}, list) : work_of(data, list);
-    if (o.grpo) ranks.sum((double*)&work, 2);
+    const bool samples = o.grpo || on_policy(step);
+    if (samples) take_groups(list);
+    else rewarded = {};
+    const size_t all = o.grpo ? 1 : samples ? drawn_tokens() : weight(data, list);
+    add_gradients(samples ? std::vector<size_t>() : loader.deal_step(list), all);
+    Work work = samples ? work_of(groups, all_groups())
+                        : data.labelled() ? work_of(Half{data, 0}, list) : work_of(data, list);
+    if (samples) ranks.sum((double*)&work, 2);
     RUN(grad_norm, results + 1, params.partial, params.own_gradient, params.own);
-    double result[2];
-    copy_out(ctx, result, results, 2);
+    double result[4];
+    copy_out(ctx, result, results, 4);
     // The sums over all ranks. (Their parts of the norm cover different parameters if each owns a part.)
     ranks.look_at_the_clock();
-    struct { double loss, squares, stop, waited; Preferences preferences; } told =
-        {result[0], result[1] * result[1], (double)interrupted, ranks.waited, preferences};
+    struct { double loss, squares, stop, waited, distilled[2]; Preferences preferences; } told =
+        {result[0], result[1] * result[1], (double)interrupted, ranks.waited, {result[2], result[3]}, preferences};
     ranks.sum((double*)&told, sizeof told / sizeof(double));
     waited = told.waited / ranks.size, preferences = told.preferences;
     if (o.preference) preferences.divide();
-    if (o.grpo) rewarded.sum_over(ranks), rewarded.divide();
+    if (samples) rewarded.sum_over(ranks), rewarded.divide();
+    set_distilled(told.distilled, all);
     if (told.stop > 0) return interrupted = 1, false;
     if (params.sharded()) {
         result[1] = std::sqrt(told.squares);
@@ -194,9 +202,10 @@ template <class T> double Trainer<T>::mean_loss(const Dataset& from, const std::
     const size_t all = weight(from, list);
     add_rows(from, list, nullptr, all);
     if (o.preference) preferences.divide();
-    double sum;
-    copy_out(ctx, &sum, results, 1);
-    return sum / (double)all;
+    double sums[4];
+    copy_out(ctx, sums, results, 4);
+    set_distilled(sums + 2, all);
+    return sums[0] / (double)all;
 }
 
 template <class T>

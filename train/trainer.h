@@ -7,7 +7,8 @@
 //   t.write_state(path, ...), t.read_state(path, ...) to resume from, bit-exact
 //
 // parameters.h has the numbers, loader.h the rows. The members are defined by concern: plan.cpp has memory, step.cpp a
-// step on rows, preferences.cpp and rollout.cpp the steps on preferences and with --grpo, checkpoint.cpp files.
+// step on rows, preferences.cpp, rollout.cpp and teacher.cpp the steps on preferences, with --grpo and with --teacher,
+// checkpoint.cpp files.
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"
@@ -20,7 +21,9 @@
 #include "train/options.h"
 #include "train/parameters.h"
 #include "train/preferences.h"
+#include "train/reward_model.h"
 #include "train/rewards.h"
+#include "train/teacher.h"
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -41,8 +44,10 @@ template <class T> struct Trainer {
     const Config& c;
     Weights<T> w;
     const Dataset &data, *eval;
-    std::unique_ptr<Tokenizer> tokenizer; // these two with --grpo
-    std::vector<Reward> rewards;
+    std::unique_ptr<Tokenizer> tokenizer; // if answers are sampled
+    std::vector<Reward> rewards;          // with --grpo; its models
+    std::vector<std::unique_ptr<RewardModel<T>>> reward_models;
+    std::unique_ptr<Teacher<T>> teacher;  // with --teacher
     Loader loader;
     Parameters<T> params;
     int64_t steps, step = 0; // in all, done
@@ -59,7 +64,7 @@ template <class T> struct Trainer {
     T* h;               // of all adapters
     uint32_t* kept;     // ... and dropout's masks of their inputs, on a GPU
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
-    double* results;    // loss and gradient norm of the step
+    double* results;    // loss and gradient norm of the step; with --teacher sums of divergence and agreement
     Dropout dropout;
     Noise noise;        // of --neftune-alpha
     std::string memory; // the plan, for people
@@ -96,7 +101,13 @@ template <class T> struct Trainer {
     double kl = 0;                                   // ... with --kto, of all ranks
     void make_reference();
 
-    // ---- With --grpo
+    // ---- With --teacher
+    A *divergences, *agrees; // (tokens)
+    double divergence = 0, agreement = 0; // of the last step or evaluation: means over the tokens
+    bool on_policy(int64_t k) const;
+    void add_own_answers(size_t all);
+
+    // ---- With --grpo; answers and groups also with --on-policy
     AnswerEngine<T> engine{ctx, c, w};
     T *first_stored = nullptr, *norm; // copies of the first parameters, which are the reference; the final norm's
     A* by;                            // (tokens) factor of a token's cross entropy
@@ -126,6 +137,7 @@ template <class T> struct Trainer {
     struct Part { const char* name; size_t bytes; };
     std::vector<Part> plan();
     void reserve();
+    void plan_teacher();
     void plan_answers(size_t scratch);
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
@@ -146,6 +158,8 @@ template <class T> struct Trainer {
     std::vector<double> reference_of(const From& from, const std::vector<size_t>& list,
                                      const std::set<size_t>* wanted);
     std::vector<double> log_probabilities(const Batch& b, int R);
+    std::vector<double> scores(int R);
+    void scores_backward(const Batch& b, const std::vector<double>& by, A scale);
     void find_kl(const Dataset& from, const std::vector<size_t>& list, bool of_step, size_t all);
     std::vector<double> preference_slopes(const Dataset& from, const size_t* list, const std::vector<double>& p,
                                           double& loss);
@@ -153,11 +167,17 @@ template <class T> struct Trainer {
                                 const Gradients<T>* to, A scale);
 
     void open_rewards();
+    void open_reward_models();
+    std::vector<double> scores_of(RewardModel<T>& model, const Groups& made);
     void set_temperature();
     Answered question_of(DatasetRow row) const;
     std::vector<size_t> all_groups() const;
     double answers_backward(const Batch& b, int R, size_t first, double answers, double tokens);
     void add_groups();
+
+    void distil_backward(const Batch& b, int R, const Gradients<T>* to, A scale, const Distillation& how);
+    size_t drawn_tokens();
+    void set_distilled(const double* sums, size_t all);
 
     void write_model(const std::string& folder, const Metadata& metadata, const std::vector<A>& numbers);
     struct Begun { int ranks; int64_t steps; };

@@ -97,6 +97,9 @@ template <int YOUNGER> static void wait_for_copies() {
             else memset(dynamic_shared + to, 0, 16);
 }
 static void store_four(float* to, const float4& y) { memcpy(to, &y, 16); }
+static void store_four(bf16* to, const float4& y) {
+    to[0] = to_bf16(y.x), to[1] = to_bf16(y.y), to[2] = to_bf16(y.z), to[3] = to_bf16(y.w);
+}
 static float quad_max(float x) {
     x = std::max(x, __shfl_xor_sync(~0u, x, 1));
     return std::max(x, __shfl_xor_sync(~0u, x, 2));

@@ -350,6 +350,46 @@ TEST_CASE("the head's loss in place, and the head's backward") {
         }
 }
 
+TEST_CASE("distillation: losses, agreement and the gradient in place") {
+    Random random{17};
+    Scratchpad pad;
+    for (int V : {8, 72, 4104, 151936})
+        for (const Distillation& how : {Distillation{0, 1, 1}, {1, 1, 1}, {0.3f, 1, 1}, {0, 2, 0.6f}, {1, 0.5f, 0.25f}, {0.5f, 1.5f, 0.9f}}) {
+            INFO("V " << V << " beta " << how.beta << " temperature " << how.temperature << " weight " << how.weight);
+            const int R = 5;
+            std::vector<float> s = random.fill<float>((size_t)R * V, 5), t = random.fill<float>((size_t)R * V, 5);
+            std::copy(s.begin(), s.begin() + V, t.begin()); // equal models
+            for (int v = 0; v < V; v++) s[(size_t)V + v] *= 8; // a student that is sure
+            std::vector<int> target(R);
+            for (int& id : target) id = random.below(V);
+            std::vector<double> wide(s.begin(), s.end()), teacher(t.begin(), t.end()), want[3];
+            for (auto& list : want) list.resize(R);
+            distillation<double>({want[0].data(), want[1].data(), want[2].data()}, wide.data(), wide.data(),
+                                 {teacher.data(), target.data(), how, 0.25, R, V});
+            const Device<float> dt(t);
+            const Device<int> dtarget(target);
+            Device<float> logits(s), got[3] = {Device<float>(R), Device<float>(R), Device<float>(R)};
+            const Distilled<float> out = {got[0], got[1], got[2]};
+            const DistillationRows<float> of = {dt, dtarget, how, 0.25f, R, V};
+            distillation_gpu(pad.ctx, out, nullptr, logits, of);
+            CHECK(same_bits(logits.get(), s));
+            const std::vector<float> only_loss = got[0].get();
+            distillation_gpu(pad.ctx, out, (bf16*)logits.data, logits, of);
+            CHECK(same_bits(only_loss, got[0].get()));
+            for (int k : {0, 1}) CHECK(wrong(got[k].get(), want[k], [&](size_t r) { return 2e-5 * (1 + want[k][r]); }) == 0);
+            for (int r = 0; r < R; r++) CHECK(got[2].get()[r] == want[2][r]);
+            const std::vector<float> both = logits.get();
+            std::vector<bf16> gradient((size_t)R * V);
+            for (int r = 0; r < R; r++) memcpy((void*)&gradient[(size_t)r * V], &both[(size_t)r * V], V * sizeof(bf16));
+            CHECK(wrong(gradient, wide, [&](size_t i) { return 2.2 * rounding<bf16>(wide[i]) + 5e-6; }) == 0);
+            for (int r = 0; r < R; r++) { // ... and of all ids together
+                double off = 0, size = 0;
+                for (size_t i = (size_t)r * V; i < (size_t)(r + 1) * V; i++) off += std::fabs(to_acc(gradient[i]) - wide[i]), size += std::fabs(wide[i]);
+                CHECK(off < size / 256 + 1e-5);
+            }
+        }
+}
+
 #ifndef QWEN3_PORTABLE
 TEST_CASE("what epilogues hand to the TMA in boxes is what they store, and nothing past the ends is written") {
     if (!gpu().gpu->hopper) return;

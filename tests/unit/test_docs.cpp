@@ -146,8 +146,9 @@ TEST_CASE("docs: every option that is named is some program's") {
     std::set<std::string> known = {"--gpus", "--stop-timeout", "--now", "--version",
                                    "--nproc-per-node", "--no-python", "--nnodes", "--node-rank", "--master-addr",
                                    "--ntasks-per-node", "--gpus-per-task", "--sandbox", "--shape",
-                                   "--install", "--update", "--shutdown", "--query-gpu", "--format", "--logdir", "--tasks"};
-    // (docker, systemctl, nvcc; launchers; pandoc; tests/reference/parity.py; wsl, nvidia-smi, tensorboard, lm_eval)
+                                   "--install", "--update", "--shutdown", "--query-gpu", "--format", "--logdir", "--tasks",
+                                   "--random-source"};
+    // (docker, systemctl, nvcc; launchers; pandoc; tests/reference/parity.py; wsl, nvidia-smi, tensorboard, lm_eval, shuf)
     for (const char* name : {"qwen3", "train_lora", "datagen", "serve", "export.py", "get", "teach"}) {
         if (!options().count(name)) {
             printf("skipped: options named in docs: there is no %s here\n", name);
