@@ -23,13 +23,14 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     part("activations", before), before = arena.used;
     d.plan(arena, c, N, params.rank, std::min(N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS), (bool)ctx.gpu);
     part("their gradients, logits", before), before = arena.used;
-    if (o.grpo) plan_answers(scratch), part("answers", before), before = arena.used;
-    rope = arena.take<A>((size_t)loader.longest * c.D);
+    if (answers()) plan_answers(scratch);
+    if (arena.used > before) part("answers", before), before = arena.used;
+    rope = arena.take<A>((size_t)positions() * c.D);
     loss = arena.take<A>(N);
     results = arena.take<double>(2);
     loader.plan(arena);
     if constexpr (WITH_GPU) {
-        if (ctx.gpu && o.grpo) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
+        if (ctx.gpu && answers()) plan_scratch(ctx, arena, c, N, engine.sequences, positions(), 0);
         else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
     }
     part("the rest", before);
@@ -64,13 +65,15 @@ template <class T> void Trainer<T>::reserve() {
 // Sampled answers use the memory that holds training's activations at other times.
 template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     const size_t end = arena.used;
-    engine.sequences = std::min((int)loader.sequences(), loader.most_tokens);
+    const size_t sequences = std::max(o.grpo ? loader.sequences() : 0, questions.list.size());
+    engine.sequences = (int)std::min(sequences, (size_t)loader.most_tokens);
     engine.tokens = std::min(loader.most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
                                                           engine.sequences));
-    engine.pages = loader.max_pages;
+    engine.pages = std::max(o.grpo ? loader.max_pages : 0, (questions.positions + PAGE - 1) / PAGE);
     arena.used = scratch;
     engine.plan(arena);
     arena.used = std::max(arena.used, end);
+    if (!o.grpo) return;
     by = arena.take<A>(loader.most_tokens), norm = arena.take<T>(c.C);
     if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count);
 }
@@ -95,10 +98,11 @@ template <class T> void Trainer<T>::fill() {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) { linear.adapter.h = h + at.h * loader.most_tokens; });
         each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
     }
-    std::vector<A> angles((size_t)loader.longest * c.D);
-    fill_rope(angles.data(), loader.longest, c.D, c.rope_theta, c.rope_scaling);
+    std::vector<A> angles((size_t)positions() * c.D);
+    fill_rope(angles.data(), positions(), c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
-    if (o.grpo) engine.rope = rope, set_temperature();
+    engine.rope = rope;
+    if (o.grpo) set_temperature();
 }
 
 #define INSTANTIATE(T) \

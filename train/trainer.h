@@ -7,7 +7,8 @@
 //   t.write_state(path, ...), t.read_state(path, ...) to resume from, bit-exact
 //
 // parameters.h has the numbers, loader.h the rows. The members are defined by concern: plan.cpp has memory, step.cpp a
-// step on rows, preferences.cpp and rollout.cpp the steps on preferences and with --grpo, checkpoint.cpp files.
+// step on rows, preferences.cpp and rollout.cpp the steps on preferences and with --grpo, questions.cpp the answers to
+// questions, checkpoint.cpp files.
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"
@@ -17,9 +18,11 @@
 #include "train/answers.h"
 #include "train/grpo.h"
 #include "train/loader.h"
+#include "train/log.h"
 #include "train/options.h"
 #include "train/parameters.h"
 #include "train/preferences.h"
+#include "train/questions.h"
 #include "train/rewards.h"
 #include <algorithm>
 #include <functional>
@@ -41,6 +44,7 @@ template <class T> struct Trainer {
     const Config& c;
     Weights<T> w;
     const Dataset &data, *eval;
+    const Questions& questions;           // to answer during the run
     std::unique_ptr<Tokenizer> tokenizer; // these two with --grpo
     std::vector<Reward> rewards;
     Loader loader;
@@ -49,7 +53,7 @@ template <class T> struct Trainer {
     std::string run;         // its description, see describe_run
 
     Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
-            const Dataset* evaluation);
+            const Dataset* evaluation, const Questions& asked = NO_QUESTIONS);
 
     // ---- Memory: one arena, planned before the first step.
     Arena arena;
@@ -96,8 +100,13 @@ template <class T> struct Trainer {
     double kl = 0;                                   // ... with --kto, of all ranks
     void make_reference();
 
-    // ---- With --grpo
+    // ---- Answers: with --grpo those of a step; those to questions, which change nothing that a step reads
     AnswerEngine<T> engine{ctx, c, w};
+    bool answers() const { return o.grpo || !questions.list.empty(); }
+    // Undefined if it was interrupted.
+    std::vector<TrainLog::Answer> answer_questions();
+
+    // ---- With --grpo
     T *first_stored = nullptr, *norm; // copies of the first parameters, which are the reference; the final norm's
     A* by;                            // (tokens) factor of a token's cross entropy
     Groups groups;                    // this rank's, of this step
@@ -127,6 +136,7 @@ template <class T> struct Trainer {
     std::vector<Part> plan();
     void reserve();
     void plan_answers(size_t scratch);
+    int positions() const { return std::max(loader.longest, questions.positions); } // of a sequence
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 
