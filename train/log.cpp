@@ -45,7 +45,7 @@ TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, boo
             if (const sj::Value x = v[name.c_str()]) list->push_back({v["current_steps"].number(), x.number()});
         if (listener) listener(line);
     });
-    keep_lines(folder + "/answers.jsonl", steps, [&](sj::Value v, const std::string& line) {
+    keep_lines(folder + "/trainer_answers.jsonl", steps, [&](sj::Value v, const std::string& line) {
         answers.push_back({(int64_t)v["current_steps"].number(), v["question"].str(), v["reference"].str(),
                            v["answer"].str(), v["finish"].str() == "stop"});
         if (listener) listener(line);
@@ -68,7 +68,7 @@ void TrainLog::add(const std::string& line) {
 }
 
 void TrainLog::add(const std::vector<Answer>& more) {
-    const std::string path = folder + "/answers.jsonl";
+    const std::string path = folder + "/trainer_answers.jsonl";
     const std::unique_ptr<FILE, int (*)(FILE*)> to(fopen(path.c_str(), "ab"), fclose);
     if (!to) DIE("%s: %s", path.c_str(), strerror(errno));
     for (auto& a : more) {

@@ -11,8 +11,8 @@ class EventFile;
 
 std::string clock_text(double s); // as Python's str(timedelta)
 
-// trainer_log.jsonl, with LLaMA-Factory's fields; loss.svg, or reward.svg, which is drawn from it; answers.jsonl; an
-// event file, if TensorBoard is to read the same numbers.
+// trainer_log.jsonl, with LLaMA-Factory's fields; the curve, which is drawn from it; trainer_answers.jsonl; an event
+// file, if TensorBoard is to read the same numbers.
 struct TrainLog {
     std::string folder, what; // "loss", "reward"
     FILE* file = nullptr;

@@ -190,10 +190,14 @@ void check_options(const TrainOptions& o) {
         DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
 }
 
-// The command that repeats a run; a resumed one, too.
+// The command that repeats a run, without the options that do not belong to its recipe.
 static std::string command_of(int argc, char** argv) {
-    Recipe::Words words(argv + std::min(argc, 1), argv + argc);
-    words.erase(std::remove(words.begin(), words.end(), "--resume"), words.end());
+    Recipe::Words words;
+    for (int i = 1; i < argc; i++) {
+        const std::string word = argv[i];
+        if (word == "--watch") i++;
+        else if (word != "--resume" && word.compare(0, 8, "--watch=") != 0) words.push_back(word);
+    }
     return shell_command("train_lora", words);
 }
 

@@ -28,6 +28,7 @@ struct Watch::Server {
     static constexpr double LAST_WORDS = 1;                // s for the pages to read the last event
     const std::string nonce = page_nonce(), page = fill_page(LIVE_PAGE, {{"nonce", nonce}});
     MHD_Daemon* daemon = nullptr;
+    bool told_end = false; // the last event is there
 
     std::mutex mutex; // for all below
     std::string events;
@@ -166,7 +167,7 @@ void Watch::Server::stop() {
 
 Watch::Watch(int port) : server(std::make_unique<Server>()) { server->start(port); }
 Watch::~Watch() {
-    if (!ended) end("An error ended the run; its terminal names the error.", true);
+    if (!server->told_end) end("An error ended the run; its terminal names the error.", true);
     server->stop();
 }
 int Watch::port() const { return MHD_get_daemon_info(server->daemon, MHD_DAEMON_INFO_BIND_PORT)->port; }
@@ -178,7 +179,7 @@ void Watch::add(const std::string& json) {
 }
 
 void Watch::end(const std::string& text, bool failed) {
-    ended = true;
+    server->told_end = true;
     sj::Writer w;
     add(w.object().field("end", text).field("failed", failed).end().text);
 }

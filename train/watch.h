@@ -4,9 +4,9 @@
 //   watch.add("{\"loss\": 2.5}");    an event for every page, also for those that are opened later
 //   the destructor                   ends the pages' streams and closes the port
 //
-// The page is static; whatever it shows comes in events, each an object in JSON on one line: the lines of
-// trainer_log.jsonl and answers.jsonl (train/log.h), and those of train/run.cpp. All events are one text in memory. A
-// stream (text/event-stream) is a place in this text, so a browser that does not read costs the trainer nothing.
+// The page is static. All that it shows comes in events, each an object in JSON on one line: the lines of
+// trainer_log.jsonl and trainer_answers.jsonl (train/log.h), and those of train/run.cpp. All events are one text in
+// memory. A stream (text/event-stream) is a place in this text: a browser that does not read costs the trainer nothing.
 #pragma once
 #include <memory>
 #include <string>
@@ -27,5 +27,4 @@ class Watch {
 
   private:
     std::unique_ptr<Server> server;
-    bool ended = false;
 };

@@ -288,7 +288,7 @@ TEST_CASE("watch: the events of a run are its log, its answers, its speed and it
         } else logs.push_back(event);
     }
     CHECK(logs == lines(read_file(out / "run/trainer_log.jsonl")));
-    CHECK(answers == lines(read_file(out / "run/answers.jsonl")));
+    CHECK(answers == lines(read_file(out / "run/trainer_answers.jsonl")));
     CHECK(answers.size() == 3 * 4); // before, and at each evaluation
     CHECK(kinds.front() == "about");
     CHECK(kinds.back() == "end");
@@ -329,8 +329,8 @@ TEST_CASE("questions and --watch change no bit of what is trained, whatever is t
         train(how + with);
         CHECK(state_of(plain, c.result) == state_of(asked, c.result));
         CHECK(losses_of(plain) == losses_of(asked));
-        CHECK(!fs::exists(plain + "/answers.jsonl"));
-        CHECK(lines(read_file(asked + "/answers.jsonl")).size() >= 4);
+        CHECK(!fs::exists(plain + "/trainer_answers.jsonl"));
+        CHECK(lines(read_file(asked + "/trainer_answers.jsonl")).size() >= 4);
     }
 }
 
@@ -363,7 +363,7 @@ TEST_CASE("report.html: whole in one file, of any run; a resumed one goes on wit
     report = read_file(run + "/report.html");
     INFO(report);
     CHECK(logged(run, "loss").size() == 40);
-    const Strings answers = lines(read_file(run + "/answers.jsonl"));
+    const Strings answers = lines(read_file(run + "/trainer_answers.jsonl"));
     CHECK(answers.size() == 2 * 5);
     size_t told = 0; // the curve goes on: old lines, too
     for (auto& event : events) told += Json(event)["lr"] ? 1 : 0;
@@ -372,7 +372,7 @@ TEST_CASE("report.html: whole in one file, of any run; a resumed one goes on wit
     CHECK(report.find("<!doctype html>") == 0);
     CHECK(report.find(read_file(run + "/loss.svg")) != report.npos);
     CHECK(count(report, "train_lora " + TINY + " ") == 1);
-    CHECK(count(report, "--resume") == 0);
+    CHECK(count(report, "--resume") + count(report, "--watch") == 0);
     CHECK(report.find("<p>32 rows, 40 steps in 0:0") != report.npos);
     CHECK(report.find("; training loss ") != report.npos);
     CHECK(report.find("; evaluation loss ") != report.npos);
@@ -392,5 +392,5 @@ TEST_CASE("report.html: whole in one file, of any run; a resumed one goes on wit
     report = read_file(run + "/report.html");
     CHECK(report.find("<h2>Answers</h2>") == report.npos);
     CHECK(report.find("<p>32 rows, 2 steps in 0:0") != report.npos);
-    CHECK(!fs::exists(run + "/answers.jsonl"));
+    CHECK(!fs::exists(run + "/trainer_answers.jsonl"));
 }

@@ -1,13 +1,13 @@
-// live.js: events become numbers, a curve and answers. An event is a line of trainer_log.jsonl or answers.jsonl, or one
-// of: about (the run; the first), rate (speed, about once a second), end.
+// live.js: events become numbers, a curve and answers. An event is a line of trainer_log.jsonl or trainer_answers.jsonl,
+// or one of: about (the run; the first), rate (speed, about once a second), end.
 'use strict';
 const WORDS = {
   en: {curve: 'Curve', answers: 'Answers', recipe: 'Recipe', loss: 'loss', reward: 'reward', eval: 'evaluation', lr: 'learning rate',
-       rate: 'tokens a second', left: 'time left', step: 'step', norm: 'gradient norm', best: 'best', since: 'since the start', wanted: 'wanted', before: 'before',
+       rate: 'tokens a second', left: 'time left', step: 'step', norm: 'gradient norm', best: 'best', since: t => `${t} since the start`, wanted: 'wanted', before: 'before',
        now: 'now', after: n => `after ${n}`, between: n => `${n} more`, cut: ' … (cut)', empty: '(empty)', begins: 'begins …',
        of: (p, c) => `${p}% of the machine's ceiling, ${c}`, running: 'running', lost: 'The connection is lost. The run has ended, or will be back.'},
   zh: {curve: '曲线', answers: '回答', recipe: '配方', loss: 'loss', reward: '奖励', eval: '验证', lr: '学习率',
-       rate: 'token/s', left: '剩余时间', step: '步', norm: '梯度范数', best: '最好', since: '已用时', wanted: '参考答案', before: '训练前',
+       rate: 'token/s', left: '剩余时间', step: '步', norm: '梯度范数', best: '最好', since: t => `已用时 ${t}`, wanted: '参考答案', before: '训练前',
        now: '现在', after: n => `${n} 步后`, between: n => `其余 ${n} 次`, cut: ' …（截断）', empty: '（空）', begins: '即将开始 …',
        of: (p, c) => `本机上限 ${c} 的 ${p}%`, running: '进行中', lost: '连接已断开：训练已结束，或稍后恢复。'},
 }[navigator.language.startsWith('zh') ? 'zh' : 'en'];
@@ -101,7 +101,7 @@ function tiles() {
     tile('eval', e ? short(e[key]) : '–', e ? `${WORDS.best} ${short(best)}` : ''),
     tile('lr', s ? short(s.lr) : '–', s ? `${WORDS.norm} ${short(s.grad_norm)}` : '', s && sparkline(steps.map(s => s.lr))),
     tile('rate', speed ? whole(speed.rate) : '–', speed ? WORDS.of((100 * speed.share).toPrecision(2), whole(speed.ceiling)) : '', speed && sparkline(rates)),
-    tile('left', speed ? clock(speed.left) : '–', s ? `${s.elapsed_time} ${WORDS.since}` : ''));
+    tile('left', speed ? clock(speed.left) : '–', s ? WORDS.since(s.elapsed_time) : ''));
   $('done').max = about.total_steps, $('done').value = s ? s.current_steps : 0;
   if (s && !about.ended) $('state').textContent = `${WORDS.running}: ${s.percentage}%`;
 }
