@@ -65,7 +65,7 @@ template <class T> void Trainer<T>::reserve() {
 // Sampled answers use the memory that holds training's activations at other times.
 template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     const size_t end = arena.used;
-    const size_t sequences = std::max(o.grpo ? loader.sequences() : 0, questions.list.size());
+    const size_t sequences = o.grpo ? loader.sequences() : questions.list.size(); // (questions change no sampled batch)
     engine.sequences = (int)std::min(sequences, (size_t)loader.most_tokens);
     engine.tokens = std::min(loader.most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
                                                           engine.sequences));
