@@ -107,7 +107,7 @@ info:
 	@echo "chat      $(if $(EDIT),libedit: line editing and history,the terminal's own line mode (libedit-dev adds history))"
 	@echo "datagen   $(if $(CURL),libcurl: with generate and grade,without generate and grade (libcurl4-openssl-dev adds it))"
 	@echo "chunk     $(if $(CMARK),libcmark: Markdown as CommonMark has it,rules of its own for Markdown (libcmark-dev adds CommonMark's))"
-	@echo "serve     $(if $(MHD),libmicrohttpd,not built: it needs libmicrohttpd (libmicrohttpd-dev))"
+	@echo "serve     $(if $(MHD),libmicrohttpd; train_lora --watch$(comma) too,not built: it needs libmicrohttpd (libmicrohttpd-dev); train_lora has no --watch)"
 	@$(if $(CUDA),echo "GPUs      $(if $(NCCL),NCCL: train_lora --gpus N,one: no libnccl.so.2 here (libnccl2 adds it when train_lora runs; or LD_LIBRARY_PATH))",:)
 	@echo "code for  $(if $(TUNE),this machine's CPU (PORTABLE=1: any x86-64),any x86-64)$(if $(CUDA),$(comma) and $(WANTED:%=sm_%))"
 
@@ -132,6 +132,7 @@ $(B)/cpu/%.o: private OPT = $(OPT_CPU)
 $(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
 $(B)/server/%.o: private OPT = -O1
 $(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
+$(B)/train/room.o: private FLAGS += $(if $(MHD),-DHAVE_MICROHTTPD)
 # Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.
 SIMD      := $(shell $(CXX) -mamx-int8 -mavx512bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo yes)
 AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
@@ -176,7 +177,7 @@ $(LIB) $(CORE):
 LINK       = $(if $(CUDA),$(NVCC) $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(FLAGS))),$(CXX) $(FLAGS) $(SAN))
 $(B)/qwen3: LIBS = $(EDIT)
 $(B)/datagen: LIBS = $(CURL)
-$(B)/serve: LIBS = $(MHD)
+$(B)/serve $(B)/train_lora: LIBS = $(MHD)
 $(B)/train_lora: $(TRAIN)
 $(B)/serve: $(SERVER)
 $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(CORE)
@@ -192,20 +193,30 @@ $(BUILD)/qwen3_single.cu: capi/single.awk $(shell git ls-files '*.h' 2>/dev/null
 	@mkdir -p $(BUILD)
 	@awk -f $< $(SINGLE) > $@ && echo "built     $@"
 
-# The page to chat on, as a string of C++: page.html with each line {{FILE}} replaced by server/page/FILE. Beside it the
-# script that draws its formulas, below its licence, as numbers: it has characters that g++ warns of.
+# Pages, as strings of C++: JOIN,PAGE,FOLDERS: each line {{FILE}} of the page is replaced by the file, in one of the
+# folders. The page to chat on; the page of a training run, live and as a file. Beside the first the script that draws
+# its formulas, below its licence, as numbers: it has characters that g++ warns of.
+define JOIN
+@mkdir -p $(BUILD)
+@{ printf 'R"page(' && awk -v folders="$(2)" '/^[{][{][a-z]*[.][a-z]*[}][}]$$/ { \
+    parts = split(folders, folder, " "); \
+    for (n = k = 0; n == 0 && k++ < parts;) { \
+      file = folder[k] "/" substr($$0, 3, length - 4); \
+      for (; (getline line < file) > 0; n++) print line; \
+    } \
+    if (n == 0) { print $$0 ": cannot be read" > "/dev/stderr"; exit 1 } \
+    next \
+  } {print}' $(1) && printf ')page"\n'; } > $@.$$$$ && mv $@.$$$$ $@
+endef
 $(BUILD)/chat_page.inc: $(wildcard server/page/*)
-	@mkdir -p $(BUILD)
-	@{ printf 'R"page(' && awk '/^[{][{][a-z]*[.][a-z]*[}][}]$$/ { \
-	    file = "server/page/" substr($$0, 3, length - 4); \
-	    for (n = 0; (got = getline line < file) > 0; n++) print line; \
-	    if (n == 0 || got < 0) { print file ": cannot be read" > "/dev/stderr"; exit 1 } \
-	    next \
-	  } {print}' server/page/page.html && printf ')page"\n'; } > $@.$$$$ && mv $@.$$$$ $@
+	$(call JOIN,server/page/page.html,server/page)
+$(BUILD)/train_%.inc: $(wildcard train/page/*) server/page/theme.css
+	$(call JOIN,train/page/$*.html,train/page server/page)
 $(BUILD)/temml.inc: server/page/LICENSE-temml server/page/temml.min.js
 	@mkdir -p $(BUILD)
 	@{ echo '/*' && cat $< && echo '*/' && cat $(lastword $^); } | od -An -v -tu1 | sed 's/[0-9][0-9]*/&,/g' > $@.$$$$ && mv $@.$$$$ $@
 $(B)/server/http/room.o: $(BUILD)/chat_page.inc $(BUILD)/temml.inc
+$(B)/train/room.o: $(BUILD)/train_live.inc $(BUILD)/train_report.inc
 
 # The C API, for other programs (qwen3.h; lab/embed.cpp shows how).
 libqwen3.so: $(B)/libqwen3.so

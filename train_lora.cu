@@ -43,9 +43,10 @@
        preferences  their losses, the reference              log          trainer_log.jsonl and the curve
        rollout    answers, rewards and their gradients       merge        the adapter merged into the model
        teacher    a teacher's logits, distillation           reward_model scores of answers
-       checkpoint what was trained; the state of a run
+       checkpoint what was trained; the state of a run   questions    what the model is asked during the run
      parameters   what is trained and where it lies
      loader       rows, their order, batches                 recipe       LLaMA-Factory's keys as options
+     watch        the run live in a browser                  report       the run as a page to hand in
 */
 #include "base/file.h"
 #include "book/arguments.h"

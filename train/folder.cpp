@@ -14,7 +14,8 @@
 // The files that a run leaves in its folder.
 static const char* const RUN_FILES[] = {
     "adapter_config.json", "adapter_model.safetensors", "model.bin", "state.safetensors", "trainer_log.jsonl",
-    "loss.svg", "reward.svg", "best/adapter_config.json", "best/adapter_model.safetensors", "best/model.bin"};
+    "loss.svg", "reward.svg", "trainer_answers.jsonl", "report.html", "best/adapter_config.json",
+    "best/adapter_model.safetensors", "best/model.bin"};
 
 RunFolder::RunFolder(const TrainOptions& options, bool locks) : o(options) {
     struct stat st;

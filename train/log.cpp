@@ -1,4 +1,4 @@
-// train/log.cpp: the log's lines, and the curve as SVG.
+// train/log.cpp: the log's lines, answers, and the curve as SVG.
 #include "train/log.h"
 #include "base/file.h"
 #include "sj.h"
@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <unistd.h>
 #include <utility>
 
 std::string clock_text(double s) {
@@ -15,26 +16,40 @@ std::string clock_text(double s) {
     return days + format("%lld:%02lld:%02lld", t / 3600 % 24, t / 60 % 60, t % 60);
 }
 
-TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, bool writes, bool tensorboard)
-    : folder(out), what(drawn) {
-    if (!writes) return;
-    const std::string path = folder + "/trainer_log.jsonl";
+// The lines of a run's file up to a step, which the file keeps; f gets each, as JSON too.
+template <class F> static void keep_lines(const std::string& path, int64_t steps, F f) {
     std::string kept;
-    if (steps > 0) {
+    const bool exists = access(path.c_str(), F_OK) == 0;
+    if (steps > 0 && exists) {
         const MappedFile old(path);
         const std::string_view all = old.text();
         for (size_t at = 0, end; (end = all.find('\n', at)) != std::string_view::npos; at = end + 1) {
             sj::Doc doc;
             const std::string_view line = all.substr(at, end - at);
             if (!sj::parse(doc, line).empty()) DIE("%s: a damaged line", path.c_str());
-            const sj::Value v = doc.root();
-            if (v["current_steps"].number() > (double)steps) break;
+            if (doc.root()["current_steps"].number() > (double)steps) break;
+            f(doc.root(), std::string(line));
             kept += std::string(line) + "\n";
-            for (auto [name, list] : {std::pair(what, &losses), {"eval_" + what, &evaluations}})
-                if (const sj::Value x = v[name.c_str()]) list->push_back({v["current_steps"].number(), x.number()});
         }
     }
-    write_text(path, kept);
+    if (exists) write_text(path, kept);
+}
+
+TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, bool writes, bool tensorboard,
+                   const Listener& hears)
+    : folder(out), what(drawn), listener(hears) {
+    if (!writes) return;
+    const std::string path = folder + "/trainer_log.jsonl";
+    keep_lines(path, steps, [&](sj::Value v, const std::string& line) {
+        for (auto [name, list] : {std::pair(what, &losses), {"eval_" + what, &evaluations}})
+            if (const sj::Value x = v[name.c_str()]) list->push_back({v["current_steps"].number(), x.number()});
+        if (listener) listener(line);
+    });
+    keep_lines(folder + "/trainer_answers.jsonl", steps, [&](sj::Value v, const std::string& line) {
+        answers.push_back({(int64_t)v["current_steps"].number(), v["question"].str(), v["reference"].str(),
+                           v["answer"].str(), v["finish"].str() == "stop"});
+        if (listener) listener(line);
+    });
     file = fopen(path.c_str(), "ab");
     if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
     if (tensorboard) events = std::make_unique<EventFile>(folder, steps);
@@ -49,10 +64,26 @@ void TrainLog::add(const std::string& line) {
     if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
         DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
     if (events) events->add(line);
+    if (listener) listener(line);
 }
 
-void TrainLog::draw(int64_t steps) const {
-    if (!file) return;
+void TrainLog::add(const std::vector<Answer>& more) {
+    const std::string path = folder + "/trainer_answers.jsonl";
+    const std::unique_ptr<FILE, int (*)(FILE*)> to(fopen(path.c_str(), "ab"), fclose);
+    if (!to) DIE("%s: %s", path.c_str(), strerror(errno));
+    for (auto& a : more) {
+        sj::Writer w;
+        w.object().field("current_steps", a.step).field("question", a.question);
+        if (!a.reference.empty()) w.field("reference", a.reference);
+        w.field("answer", a.text).field("finish", a.ended ? "stop" : "length").end();
+        if (fputs((w.text + "\n").c_str(), to.get()) < 0) DIE("%s: %s", path.c_str(), strerror(errno));
+        answers.push_back(a);
+        if (listener) listener(w.text);
+    }
+    if (fflush(to.get()) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
+}
+
+std::string TrainLog::curve(int64_t steps) const {
     constexpr double W = 800, H = 400, LEFT = 60, TOP = 20, RIGHT = 20, BOTTOM = 40;
     double most = 0, least = 0;
     for (auto* list : {&losses, &evaluations})
@@ -92,5 +123,5 @@ void TrainLog::draw(int64_t steps) const {
     s += format("<text x=\"%g\" y=\"36\" text-anchor=\"end\" fill=\"#05a\">training</text>", W - RIGHT - 6);
     if (!evaluations.empty())
         s += format("<text x=\"%g\" y=\"52\" text-anchor=\"end\" fill=\"#c30\">evaluation</text>", W - RIGHT - 6);
-    write_text(folder + "/" + what + ".svg", s + "\n</svg>\n");
+    return s + "\n</svg>\n";
 }

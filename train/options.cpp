@@ -134,6 +134,9 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--allow-leak", "", "... even if it shares rows with TRAIN.bin", flag(o.allow_leak)},
         {"", "--save-every", "N", "steps between checkpoints (default: every epoch)",
          whole(o.save_every, 1, INT64_MAX)},
+        {"", "--ask", "TEXT", "question that the model answers before training and at each evaluation, for\n"
+         "OUT/report.html; may be repeated (default: the first three of --eval)", list(o.questions)},
+        {"", "--watch", "PORT", "show the run live at http://127.0.0.1:PORT (0: a free port)", whole(o.watch, 0, 65535)},
         {"", "--tensorboard", "", "also write the log as an event file: tensorboard --logdir OUT",
          flag(o.tensorboard)},
         {"", "--resume", "", "continue the run in OUT", flag(o.resume)},
@@ -191,6 +194,10 @@ void check_options(const TrainOptions& o) {
     if (!o.merge_as.empty() && (o.merge.size() < 5 || o.merge.compare(o.merge.size() - 4, 4, ".bin") != 0))
         DIE("--merge-as %s is for --merge PATH where PATH ends in .bin", o.merge_as.c_str());
     check_starters("--starter", o.starters);
+    for (auto& question : o.questions)
+        if (question.find_first_not_of(" \n\t") == question.npos) DIE("--ask: a question without words");
+    if (o.train.empty() && (o.watch >= 0 || !o.questions.empty()))
+        DIE("%s is for training", o.watch >= 0 ? "--watch" : "--ask");
     if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
     if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
     const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";
@@ -221,10 +228,22 @@ void check_options(const TrainOptions& o) {
         DIE("--batch, --accum, --max-len and the number of GPUs: more than 2^32 tokens a step");
 }
 
+// The command that repeats a run, without the options that do not belong to its recipe.
+static std::string command_of(int argc, char** argv) {
+    Recipe::Words words;
+    for (int i = 1; i < argc; i++) {
+        const std::string word = argv[i];
+        if (word == "--watch") i++;
+        else if (word != "--resume" && word.compare(0, 8, "--watch=") != 0) words.push_back(word);
+    }
+    return shell_command("train_lora", words);
+}
+
 // Parses the command line, or the options of its recipe before those of the command line.
 static std::vector<std::string> parse_all(TrainOptions& o, const std::vector<Option>& table, int argc, char** argv) {
     TrainOptions first;
     parse(option_table(first), argc, argv);
+    o.command = command_of(argc, argv);
     if (first.recipe.empty() || first.help) return parse(table, argc, argv);
     const Recipe recipe = read_recipe(first.recipe);
     std::vector<char*> words = {argv[0]};
@@ -241,6 +260,7 @@ static std::vector<std::string> parse_all(TrainOptions& o, const std::vector<Opt
     o.packs = recipe.packs;
     for (auto& remark : recipe.remarks) fprintf(stderr, "%s: %s\n", first.recipe.c_str(), remark.c_str());
     fprintf(stderr, "%s: %s\n", first.recipe.c_str(), shell_command("train_lora", recipe.options).c_str());
+    o.command = command_of((int)words.size(), words.data());
     return parse(table, (int)words.size(), words.data());
 }
 

@@ -18,6 +18,9 @@ struct TrainOptions : ModelOptions {
     std::string train, out, eval, adapter_init, merge, merge_as, schedule = "cosine";
     AdapterConfig lora;
     Starters starters;
+    std::vector<std::string> questions; // of --ask
+    int watch = -1;                     // port; -1: none
+    std::string command;                // that repeats the run
     float dropout = 0.1f;
     double lr = 1.5e-4, weight_decay = 0.01, warmup = 0.1, clip = 1, epochs = 0; // 0: not given
     int batch = 16, accum = 1, max_len = 512;

@@ -29,13 +29,14 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     if (teacher) plan_teacher(), part("the teacher", before), before = arena.used;
     for (auto& model : reward_models) model->plan(arena, loader.most_tokens, loader.sequences(), loader.longest);
     if (!reward_models.empty()) part("reward models", before), before = arena.used;
-    if (o.samples()) plan_answers(scratch), part("answers", before), before = arena.used;
-    rope = arena.take<A>((size_t)loader.longest * c.D);
+    if (answers()) plan_answers(scratch);
+    if (arena.used > before) part("answers", before), before = arena.used;
+    rope = arena.take<A>((size_t)positions() * c.D);
     loss = arena.take<A>(N);
     results = arena.take<double>(4);
     loader.plan(arena);
     if constexpr (WITH_GPU) {
-        if (ctx.gpu && o.samples()) plan_scratch(ctx, arena, c, N, engine.sequences, loader.longest, 0);
+        if (ctx.gpu && answers()) plan_scratch(ctx, arena, c, N, engine.sequences, positions(), 0);
         else if (ctx.gpu) plan_scratch(ctx, arena); // (its attention splits no keys)
     }
     part("the rest", before);
@@ -76,13 +77,15 @@ template <class T> void Trainer<T>::plan_teacher() {
 // Sampled answers use the memory that holds training's activations at other times.
 template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     const size_t end = arena.used;
-    engine.sequences = std::min((int)loader.sequences(), loader.most_tokens);
+    const size_t sequences = o.grpo ? loader.sequences() : questions.list.size(); // (questions change no sampled batch)
+    engine.sequences = (int)std::min(sequences, (size_t)loader.most_tokens);
     engine.tokens = std::min(loader.most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
                                                           engine.sequences));
-    engine.pages = loader.max_pages;
+    engine.pages = std::max(o.grpo ? loader.max_pages : 0, (questions.positions + PAGE - 1) / PAGE);
     arena.used = scratch;
     engine.plan(arena);
     arena.used = std::max(arena.used, end);
+    if (!o.grpo) return;
     by = arena.take<A>(loader.most_tokens), norm = arena.take<T>(c.C);
     if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count);
 }
@@ -108,10 +111,10 @@ template <class T> void Trainer<T>::fill() {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) { linear.adapter.h = h + at.h * loader.most_tokens; });
         each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
     }
-    std::vector<A> angles((size_t)loader.longest * c.D);
-    fill_rope(angles.data(), loader.longest, c.D, c.rope_theta, c.rope_scaling);
+    std::vector<A> angles((size_t)positions() * c.D);
+    fill_rope(angles.data(), positions(), c.D, c.rope_theta, c.rope_scaling);
     copy_in(ctx, rope, angles.data(), angles.size());
-    if (o.samples()) engine.rope = rope;
+    engine.rope = rope;
     if (o.grpo) set_temperature();
     for (auto& model : reward_models) model->base.fill();
     if (!teacher) return;

@@ -1,5 +1,6 @@
 // train/run.cpp: a training run.
 #include "train/run.h"
+#include "base/file.h"
 #include "model/cpu.h"
 #include "model/device.h"
 #include "model/instances.h"
@@ -7,10 +8,53 @@
 #include "train/folder.h"
 #include "train/log.h"
 #include "train/merge.h"
+#include "train/questions.h"
+#include "train/report.h"
 #include "train/trainer.h"
+#include "train/watch.h"
 #include <algorithm>
 #include <cmath>
 #include <memory>
+
+// Model, data and memory of a run, as lines for people.
+template <class T> static RunFacts facts_of(const Trainer<T>& t) {
+    const TrainOptions& o = t.o;
+    RunFacts run;
+    run.title = o.model + ", trained on " + o.train, run.what = o.grpo ? "reward" : "loss", run.command = o.command;
+    run.units = counted(t.loader.rows.size(), t.loader.unit()), run.steps = t.steps;
+    const std::string lora =
+        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    const std::string several = t.ranks.size > 1 ? format("%d x ", t.ranks.size) : "";
+    run.lines.push_back(format("%s: %.2f M parameters, %s, %s%s%s; %s%.2f M of them trained", o.model.c_str(),
+                               (double)parameters(t.c) / 1e6, type_name(t.w), several.c_str(),
+                               device_name(t.ctx).c_str(), t.c.rope_scaling.note().c_str(), lora.c_str(),
+                               (double)t.params.trained() / 1e6));
+    const std::string what = o.grpo ? format("%d answers to each, of at most %d tokens", o.rl.group, o.rl.max_tokens)
+                                    : counted(t.data.labelled() ? trained_tokens(Half{t.data, 0}, t.loader.rows)
+                                                               : trained_tokens(t.data, t.loader.rows),
+                                              "trained token");
+    run.lines.push_back(format("%s: %s, %s; %s of %s, %lld an epoch, seed %llu", o.train.c_str(), run.units.c_str(),
+                               what.c_str(), counted((size_t)t.steps, "step").c_str(),
+                               counted(t.loader.step_units(), t.loader.unit()).c_str(),
+                               (long long)t.loader.epoch_steps, (unsigned long long)o.seed));
+    if (t.teacher)
+        run.lines.push_back(format(
+            "%s: the teacher, %.2f M parameters, %s; its weights %.1f MB%s", o.teacher.c_str(),
+            (double)parameters(t.teacher->c) / 1e6, type_name(t.teacher->w), (double)t.teacher->bytes() / 1e6,
+            o.distil.on_policy > 0 ? format("; %g of the steps on own answers", o.distil.on_policy).c_str() : ""));
+    run.lines.push_back(t.memory);
+    if (o.full && t.file.is_float16())
+        run.lines.push_back(format("%s: F16; computed in %s, and model.bin is F16 again", o.model.c_str(),
+                                   type_name(t.w)));
+    return run;
+}
+
+// Tokens a second; the machine's ceiling of them, by the measured speed of its products as in --bench; s that are left.
+static std::string rate_event(double rate, double ceiling, double left) {
+    sj::Writer w;
+    return w.object().field("rate", rate).field("ceiling", ceiling).field("share", rate / ceiling).field("left", left)
+        .end().text;
+}
 
 template <class T>
 int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, const Dataset& data, const Dataset* eval,
@@ -18,8 +62,15 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     Ranks& ranks = *o.ranks;
     const bool first = ranks.rank == 0;
     std::unique_ptr<RunFolder> folder;
-    if (first) folder = std::make_unique<RunFolder>(o);
-    Trainer<T> t(o, ctx, file, data, eval);
+    std::unique_ptr<Watch> watch;
+    Questions questions;
+    if (first) {
+        folder = std::make_unique<RunFolder>(o);
+        questions = Questions(o, file.config, eval);
+        if (o.watch >= 0) watch = std::make_unique<Watch>(o.watch);
+        if (watch) ranks.tell("the run is shown at http://127.0.0.1:%d/\n", watch->port());
+    }
+    Trainer<T> t(o, ctx, file, data, eval, questions);
     double best = INFINITY, before = 0;
     const std::string state = o.out + "/state.safetensors";
     if (o.resume) t.read_state(state, best, before);
@@ -30,27 +81,22 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         make_folder(to);
         give_tokenizer(o, file, to, o.overwrite);
     }
-    TrainLog log(o.out, o.grpo ? "reward" : "loss", t.step, first, o.tensorboard);
-    const std::string lora =
-        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
-    const std::string several = ranks.size > 1 ? format("%d x ", ranks.size) : "";
-    ranks.tell("%s: %.2f M parameters, %s, %s%s%s; %s%.2f M of them trained\n", o.model.c_str(),
-               (double)parameters(file.config) / 1e6, type_name(t.w), several.c_str(), device_name(ctx).c_str(),
-               file.config.rope_scaling.note().c_str(), lora.c_str(), (double)t.params.trained() / 1e6);
-    const std::string what = o.grpo ? format("%d answers to each, of at most %d tokens", o.rl.group, o.rl.max_tokens)
-                                    : counted(data.labelled() ? trained_tokens(Half{data, 0}, t.loader.rows)
-                                                             : trained_tokens(data, t.loader.rows), "trained token");
-    ranks.tell("%s: %s, %s; %s of %s, %lld an epoch, seed %llu\n", o.train.c_str(),
-               counted(t.loader.rows.size(), t.loader.unit()).c_str(), what.c_str(),
-               counted((size_t)t.steps, "step").c_str(), counted(t.loader.step_units(), t.loader.unit()).c_str(),
-               (long long)t.loader.epoch_steps, (unsigned long long)o.seed);
-    if (t.teacher)
-        ranks.tell("%s: the teacher, %.2f M parameters, %s; its weights %.1f MB%s\n", o.teacher.c_str(),
-                   (double)parameters(t.teacher->c) / 1e6, type_name(t.teacher->w), (double)t.teacher->bytes() / 1e6,
-                   o.distil.on_policy > 0 ? format("; %g of the steps on own answers", o.distil.on_policy).c_str() : "");
-    ranks.tell("%s\n", t.memory.c_str());
-    if (o.full && file.is_float16())
-        ranks.tell("%s: F16; computed in %s, and model.bin is F16 again\n", o.model.c_str(), type_name(t.w));
+    const RunFacts run = facts_of(t);
+    for (auto& line : run.lines) ranks.tell("%s\n", line.c_str());
+    if (watch) watch->add(about_event(run));
+    TrainLog log(o.out, run.what.c_str(), t.step, first, o.tensorboard, [&](const std::string& line) {
+        if (watch) watch->add(line);
+    });
+    auto ask = [&] { // unless the questions were answered after this step
+        if (questions.list.empty() || (!log.answers.empty() && log.answers.back().step == t.step)) return;
+        const double begun = seconds();
+        const std::vector<TrainLog::Answer> answers = t.answer_questions();
+        if (interrupted) return;
+        log.add(answers);
+        ranks.tell("step %lld/%lld  %s answered in %.1f s\n", (long long)t.step, (long long)t.steps,
+                   counted(answers.size(), "question").c_str(), seconds() - begun);
+    };
+    if (t.step == 0) ask();
 
     const double start = seconds();
     auto elapsed = [&] { return before + seconds() - start; };
@@ -66,7 +112,9 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         t.write_result(o.out, leaked);
         t.write_state(state, best, elapsed());
         const auto lock = ranks.writing();
-        log.draw(t.steps);
+        if (!first) return;
+        write_text(o.out + "/" + run.what + ".svg", log.curve(t.steps));
+        write_report(run, log, summary(run, log, t.step, elapsed()));
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.loader.epoch_steps) == 0; };
     auto told_beside = [&] {
@@ -96,6 +144,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         return better;
     };
     auto evaluate = [&] { // if it is due, and not done yet
+        if (due(o.eval_every)) ask();
         if (!eval || (t.step == 0 && !o.grpo) || !due(o.eval_every)) return;
         const bool done = !log.evaluations.empty() && log.evaluations.back().step == (double)t.step;
         int better = first && !done && measure();
@@ -149,6 +198,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
                        t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
                        speed(t.flops / took).c_str(), lost.c_str(), (double)t.arena.size / 1e6,
                        clock_text(left).c_str());
+            if (watch) watch->add(rate_event((double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
+                                             ceiling * ranks.size * t.tokens_fed / t.flops, left));
             told_tokens = t.tokens_done, told_at = now;
         }
         evaluate();
@@ -158,6 +209,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     int stopped = interrupted != 0; // by a signal to any rank
     ranks.sum(&stopped, 1);
     if (!t.fault.empty()) DIE("%s; step %lld is saved, --resume goes on", t.fault.c_str(), (long long)t.step);
+    if (watch) watch->end((stopped ? "Stopped: " : "Done: ") + summary(run, log, t.step, elapsed()), stopped != 0);
     if (stopped) {
         ranks.tell("stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
                    (long long)t.steps);

@@ -7,9 +7,9 @@
 
 template <class T>
 Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
-                    const Dataset* evaluation)
+                    const Dataset* evaluation, const Questions& asked)
     : o(options), ranks(*o.ranks), ctx(where), file(f), c(f.config), w(f, Format::PLAIN, keeps_packed<T>(options, where)),
-      data(train), eval(evaluation), loader(o, ctx, c, data), params(o, ctx, file, w) {
+      data(train), eval(evaluation), questions(asked), loader(o, ctx, c, data), params(o, ctx, file, w) {
     ctx.stop = &interrupted;
     if (o.samples()) open_rewards();
     if (!o.teacher.empty()) teacher = std::make_unique<Teacher<T>>(o.teacher, ctx, file);
@@ -228,7 +228,7 @@ void Trainer<T>::not_finite(const Dataset& from, const std::vector<size_t>& list
 
 #define INSTANTIATE(T) \
     template Trainer<T>::Trainer(const TrainOptions&, const Context&, const ModelFile&, const Dataset&, \
-                                 const Dataset*); \
+                                 const Dataset*, const Questions&); \
     template bool Trainer<T>::train_step(); \
     template double Trainer<T>::mean_loss(const Dataset&, const std::vector<size_t>&); \
     template size_t Trainer<T>::weight(const Dataset&, const std::vector<size_t>&) const; \

@@ -8,7 +8,7 @@
 //
 // parameters.h has the numbers, loader.h the rows. The members are defined by concern: plan.cpp has memory, step.cpp a
 // step on rows, preferences.cpp, rollout.cpp and teacher.cpp the steps on preferences, with --grpo and with --teacher,
-// checkpoint.cpp files.
+// questions.cpp the answers to questions, checkpoint.cpp files.
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"
@@ -18,9 +18,11 @@
 #include "train/answers.h"
 #include "train/grpo.h"
 #include "train/loader.h"
+#include "train/log.h"
 #include "train/options.h"
 #include "train/parameters.h"
 #include "train/preferences.h"
+#include "train/questions.h"
 #include "train/reward_model.h"
 #include "train/rewards.h"
 #include "train/teacher.h"
@@ -44,6 +46,7 @@ template <class T> struct Trainer {
     const Config& c;
     Weights<T> w;
     const Dataset &data, *eval;
+    const Questions& questions;           // to answer during the run
     std::unique_ptr<Tokenizer> tokenizer; // if answers are sampled
     std::vector<Reward> rewards;          // with --grpo; its models
     std::vector<std::unique_ptr<RewardModel<T>>> reward_models;
@@ -54,7 +57,7 @@ template <class T> struct Trainer {
     std::string run;         // its description, see describe_run
 
     Trainer(const TrainOptions& options, const Context& where, const ModelFile& f, const Dataset& train,
-            const Dataset* evaluation);
+            const Dataset* evaluation, const Questions& asked = NO_QUESTIONS);
 
     // ---- Memory: one arena, planned before the first step.
     Arena arena;
@@ -107,8 +110,14 @@ template <class T> struct Trainer {
     bool on_policy(int64_t k) const;
     void add_own_answers(size_t all);
 
-    // ---- With --grpo; answers and groups also with --on-policy
+    // ---- Answers: with --grpo and --on-policy those of a step; those to questions, which change nothing that a step
+    // reads
     AnswerEngine<T> engine{ctx, c, w};
+    bool answers() const { return o.samples() || !questions.list.empty(); }
+    // Undefined if it was interrupted.
+    std::vector<TrainLog::Answer> answer_questions();
+
+    // ---- With --grpo
     T *first_stored = nullptr, *norm; // copies of the first parameters, which are the reference; the final norm's
     A* by;                            // (tokens) factor of a token's cross entropy
     Groups groups;                    // this rank's, of this step
@@ -139,6 +148,7 @@ template <class T> struct Trainer {
     void reserve();
     void plan_teacher();
     void plan_answers(size_t scratch);
+    int positions() const { return std::max(loader.longest, questions.positions); } // of a sequence
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 

@@ -86,10 +86,14 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(stopped.err.find("teach: clock.md: about 19 questions in ") != std::string::npos);
     CHECK(count(stopped.err, "teach: stopped; the same command goes on\n") == 1);
 
-    const Result r = teach(words, scratch.path, other_shell()).wait();
+    Strings shown = words; // (a page of the training changes no step; serve is there if libmicrohttpd is)
+    const bool can_watch = fs::exists(BIN + "/serve");
+    if (can_watch) shown.insert(shown.end(), {"--watch", "0"});
+    const Result r = teach(shown, scratch.path, other_shell()).wait();
     INFO(r.err);
     INFO(r.out);
     REQUIRE(r.status == 0);
+    CHECK(count(r.err, "the run is shown at http://127.0.0.1:") == can_watch);
     CHECK(count(r.err, "step 16/80 ") == 0); // it went on after it
     CHECK(count(r.err, "step 80/80 ") >= 1);
     for (auto done : {"collecting", "leaving out", "packing", "as it is"}) CHECK(count(r.err, done) == 0);
@@ -148,6 +152,9 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     const std::string report = read_file(page);
     INFO(report);
     CHECK(count(report, "<polyline") == 2);
+    CHECK(count(report, "<h1>clock.md: a model taught from a book</h1>") == 1);
+    CHECK(count(report, "<h2>Answers</h2>") == 1); // of the training
+    CHECK(count(report, "<dt>before</dt>") == 3);
     CHECK(count(report, " --full") == 1);
     CHECK(count(report, "15 rows, 80 steps in 0:") == 1);
     CHECK(count(report, "<p>It knows by heart the questions that it learnt (ROUGE-L ") == 1);
@@ -316,8 +323,10 @@ TEST_CASE("what a stranger gets wrong is one clear line") {
     refused({BOOK, "--epochs"}, "--epochs needs a value", {});
     refused({BOOK, "--price-in", "ten"}, "ten is not a number", to);
     refused({BOOK, "--test", "2.5"}, "2.5 is not a whole number", to);
+    refused({BOOK, "--watch", "here"}, "here is not a whole number", to);
     refused({BOOK, "--offline"}, "--offline has its own book", {});
     refused({BOOK, "-o", "mine"}, "mine: exists and is no work folder", to);
+    refused({BOOK}, "--watch PORT belongs before the --", {"--model", MODEL, "--endpoint", "x", "--", "--watch", "0"});
     refused({BOOK}, "--steps is not known here", {"--model", MODEL, "--endpoint", "x", "--", "--steps", "2"});
     check_refusal(teach({"--offline"}, scratch.path, "sh", scratch / "no programs").wait(), "teach", "run make first");
     REQUIRE(teach({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w", "--plan"}, scratch.path).wait().status == 0);
@@ -334,6 +343,9 @@ TEST_CASE("what a stranger gets wrong is one clear line") {
     write_file(scratch / "latin.md", "Z\xFCrich\n");
     said({"latin.md", "--model", MODEL, "--endpoint", "x"}, "datagen", "latin.md: no UTF-8");
     said({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w3", "--", "--rank", "0"}, "train_lora", "--rank");
+    if (!fs::exists(BIN + "/serve")) return; // (built if libmicrohttpd is there)
+    const Listener other([](int) {});
+    said({BOOK, "--model", MODEL, "--endpoint", "x", "-o", "w4", "--watch", format("%d", other.port)}, "train_lora", "Address already in use");
 }
 
 TEST_CASE("evaluate.sh: the table without weights says so in every row of a model, and shows the baselines") {
