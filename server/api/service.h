@@ -49,6 +49,7 @@ struct Service {
     std::shared_ptr<const RerankPrompt> rerank{}; // ... rankings, or (null) none
     std::shared_ptr<const Relevance> relevance{};
     std::string path{};                   // of the model
+    std::string tokenizer_info{};         // the answer of /tokenizer_info
     std::shared_ptr<Adapters> adapters = std::make_shared<Adapters>(); // further models, by name
 };
 
