@@ -15,6 +15,8 @@
 # make exercises    lists the laboratories' exercises; exercise-matmul-3 writes one, check-matmul-3 judges it without
 #                   a GPU, time-matmul-3 times it on one (lab/exercises.mk)
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
+# make dist         programs for other machines, in build/dist: any glibc from 2.31 on (docs/deploy.md)
+# make wheel        a Python wheel of the C API, for this machine (docs/embedding.md)
 # make course       a folder to hand in to the course: deploy/course (ADAPTER=FOLDER)
 # make report       this card's speeds beside its ceilings, in at most ten minutes (docs/cards.md)
 # make bench        speed of this machine's build, and of its GPU's kernels
@@ -89,7 +91,7 @@ LIB        = $(B)/all.a
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
 .PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
-        course course-folder clean cuda-check lab lab-check lab-plots check-env
+        course course-folder dist wheel clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
 portable:
 	@$(MAKE) TEXT=1 text-programs
@@ -213,6 +215,12 @@ course:
 course-folder: $(B)/serve | info
 	@$(if $(CUDA),,echo "no nvcc here: this hand-in answers by the CPU" >&2)
 	@rm -rf $(BUILD)/course && deploy/course/pack.sh $(BUILD)/course $< $(ADAPTER)
+
+# Programs, and wheels of the C API, for other machines. DIST="linux-x86_64": only these kinds (deploy/dist.sh).
+dist:
+	+@deploy/dist.sh $(BUILD)/dist $(DIST)
+wheel: $(B)/libqwen3.so
+	@capi/wheel.py $< $(BUILD) $(if $(CUDA),cuda)
 
 # ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
 LABS      := $(basename $(wildcard lab/*.cu))
