@@ -15,6 +15,8 @@
 # make exercises    lists the laboratories' exercises; exercise-matmul-3 writes one, check-matmul-3 judges it without
 #                   a GPU, time-matmul-3 times it on one (lab/exercises.mk)
 # make check-env    driver, toolkit, GPU, its speed beside the data sheet
+# make dist         programs for other machines, in build/dist: any glibc from 2.31 on (docs/deploy.md)
+# make wheel        a Python wheel of the C API, for this machine (docs/embedding.md)
 # make course       a folder to hand in to the course: deploy/course (ADAPTER=FOLDER)
 # make report       this card's speeds beside its ceilings, in at most ten minutes (docs/cards.md)
 # make bench        speed of this machine's build, and of its GPU's kernels
@@ -38,7 +40,7 @@ endif
 HAVE_NVCC := $(if $(filter cpu,$(MAKECMDGOALS)),,$(shell command -v $(NVCC) 2>/dev/null))
 OPENMP    := $(shell echo 'int main(){}' | $(CXX) -fopenmp -x c++ - -o /dev/null 2>/dev/null && echo -fopenmp)
 EDIT      := $(shell printf '\043include <stdio.h>\n\043include <histedit.h>\nint main(){}' | $(CXX) -x c++ - -o /dev/null -ledit 2>/dev/null && echo -ledit)
-CURL      := $(shell printf '\043include <curl/curl.h>\nint main(){curl_global_cleanup();}' | $(CXX) -x c++ - -o /dev/null -lcurl 2>/dev/null && echo -lcurl)
+CURL      := $(shell printf '\043include <curl/curl.h>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null && echo -ldl)
 CMARK     := $(shell printf '\043include <cmark.h>\nint main(){return !cmark_version();}' | $(CXX) -x c++ - -o /dev/null -lcmark 2>/dev/null && echo -lcmark)
 MHD       := $(shell printf '\043include <microhttpd.h>\nint main(){return !MHD_get_version();}' | $(CXX) -x c++ - -o /dev/null -lmicrohttpd 2>/dev/null && echo -lmicrohttpd)
 NCCL      := $(shell LC_ALL=C ldconfig -p 2>/dev/null | grep -o 'libnccl\.so\.2' | head -n 1)
@@ -81,7 +83,7 @@ ROOM_FILES = $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA)
 HOT        = $(filter $(ROOMS:%=%/%),model/tokenizer.cpp model/lookup.cpp model/quantized.cpp model/quantize_matrix.cpp \
              form/grammar.cpp form/automaton.cpp form/masks.cpp search/index.cpp search/words.cpp search/hybrid.cpp \
              $(patsubst %,book/%.cpp,jieba words characters minhash score bleu_words rouge_index))
-SEPARATE   = book/generate.cpp book/grade.cpp cli/libedit.cpp cpu/%
+SEPARATE   = book/generate.cpp book/grade.cpp book/libcurl.cpp cli/libedit.cpp cpu/%
 SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(if $(TEXT),,$(wildcard cpu/*.cpp)) \
              $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
@@ -93,7 +95,7 @@ SERVER     = $(filter $(B)/server/%,$(OBJECTS))
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 
 .PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
-        course course-folder clean cuda-check lab lab-check lab-plots check-env
+        course course-folder dist wheel clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
 portable:
 	@$(MAKE) TEXT=1 text-programs
@@ -186,7 +188,7 @@ $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
 
 # The study text, its headers and the sources of qwen3 as one file; model/*.cu last, where g++ skips their includes.
-SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp,\
+SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp book/libcurl.cpp,\
                $(wildcard $(patsubst %,%/*.cpp,base model form search book cli))) $(wildcard model/*.cu)
 single: $(BUILD)/qwen3_single.cu
 $(BUILD)/qwen3_single.cu: capi/single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
@@ -232,6 +234,12 @@ course:
 course-folder: $(B)/serve | info
 	@$(if $(CUDA),,echo "no nvcc here: this hand-in answers by the CPU" >&2)
 	@rm -rf $(BUILD)/course && deploy/course/pack.sh $(BUILD)/course $< $(ADAPTER)
+
+# Programs, and wheels of the C API, for other machines. DIST="linux-x86_64": only these kinds (deploy/dist.sh).
+dist:
+	+@deploy/dist.sh $(BUILD)/dist $(DIST)
+wheel: $(B)/libqwen3.so
+	@capi/wheel.py $< $(BUILD) $(if $(CUDA),cuda)
 
 # ---- The laboratories (docs/lab.md). With nvcc and a GPU they print times; with g++ alone the steps run by emulation.
 LABS      := $(basename $(wildcard lab/*.cu))

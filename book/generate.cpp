@@ -110,8 +110,8 @@ struct Sender {
     Outcome look_at(Slot& s, CURLcode code) const {
         Outcome o;
         curl_off_t date = 0; // Retry-After as a date; curl has no fractions
-        curl_easy_getinfo(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
-        curl_easy_getinfo(s.easy, CURLINFO_RETRY_AFTER, &date);
+        get_info(s.easy, CURLINFO_RESPONSE_CODE, &o.status);
+        get_info(s.easy, CURLINFO_RETRY_AFTER, &date);
         const double retry_after = s.retry_after < 0 ? (double)date : s.retry_after;
         if (!key.empty()) s.reply = without_key(s.reply, key); // an endpoint may echo the key
         sj::Doc doc;
@@ -248,7 +248,7 @@ struct Sender {
             for (int left; CURLMsg* m = curl_multi_info_read(multi, &left);) {
                 Slot* s;
                 const CURLcode code = m->data.result; // finish() frees the message
-                curl_easy_getinfo(m->easy_handle, CURLINFO_PRIVATE, &s);
+                get_info(m->easy_handle, CURLINFO_PRIVATE, &s);
                 finish(*s, code);
                 wake = now;
             }

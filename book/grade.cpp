@@ -71,7 +71,7 @@ struct Judge {
         if (code == CURLE_OPERATION_TIMEDOUT && late()) return "no reply within the limit";
         if (code != CURLE_OK) return curl_easy_strerror(code);
         long status = 0;
-        curl_easy_getinfo(transfer.easy, CURLINFO_RESPONSE_CODE, &status);
+        get_info(transfer.easy, CURLINFO_RESPONSE_CODE, &status);
         const std::string fault = sj::parse(reply, transfer.reply);
         if (status / 100 != 2) {
             const std::string words = words_of(fault.empty() ? reply.root() : sj::Value(), transfer.reply);

@@ -8,6 +8,10 @@
 
 namespace book {
 
+// curl_easy_setopt and curl_easy_getinfo, of the loaded library (book/libcurl.cpp).
+CURLcode set_option(CURL* easy, CURLoption option, void* value);
+CURLcode get_info(CURL* easy, CURLINFO info, void* to);
+
 // One connection. A reply is limited to 32 MB; curl aborts a longer one.
 struct Transfer {
     CURL* easy = curl_easy_init();
@@ -18,7 +22,8 @@ struct Transfer {
     ~Transfer() { curl_easy_cleanup(easy); }
 
     template <class T> void set(CURLoption option, T value) {
-        if (curl_easy_setopt(easy, option, value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
+        static_assert(sizeof value == sizeof(void*)); // pointers, long and curl_off_t are passed alike
+        if (set_option(easy, option, (void*)value) != CURLE_OK) DIE("libcurl refuses option %d", (int)option);
     }
 
     // Prepares an exchange: GET, or POST of a body, which must outlive it. The limit is in milliseconds.

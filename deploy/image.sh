@@ -16,11 +16,7 @@ build)
     cd "$(dirname "$0")/.."
     install_packages g++ make libmicrohttpd-dev libedit-dev
     make -j"$(nproc)" PORTABLE=1 ARCH=all qwen3 serve
-    mkdir -p "$2/bin/data/datagen" "$2/tiny"
-    cp qwen3 serve tokenizer.bin "$2/bin/"
-    cp data/datagen/jieba.bin data/datagen/book.lua "$2/bin/data/datagen/" # for --docs
-    cp data/tiny/model.bin data/tiny/tokenizer.bin "$2/tiny/"
-    cp LICENSE LICENSE-tokenizer server/page/LICENSE-temml "$2/"
+    deploy/folder.sh "$2" qwen3 serve
     # The packages of their libraries. (Names differ between releases.)
     ldd "$2/bin/qwen3" "$2/bin/serve" | awk '$3 ~ "^/" {print $3}' | sort -u | while read -r library; do
         dpkg-query -S "*/$(basename "$(readlink -f "$library")")"

@@ -17,6 +17,7 @@
 #include "server/api/refusal.h"
 #include "server/api/service.h"
 #include "server/api/shelf.h"
+#include "server/api/tokenizer_info.h"
 #include "server/engine/adapted_model.h"
 #include "server/engine/desk.h"
 #include "server/engine/disk_pages.h"
@@ -159,6 +160,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     const int context = engine.options.context;
     server.service = {&tokenizer, o.name, o.system, context, o.think == 1};
     server.service.path = o.model, server.service.disk = disk.get();
+    server.service.tokenizer_info = tokenizer_info(file, tokenizer);
     server.service.predicts = {o.predict_system, o.predict_tokens};
     Adapters& adapters = *server.service.adapters;
     const size_t room = engine.room_for_adapters(); // for all adapters that clients load

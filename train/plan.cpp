@@ -77,11 +77,11 @@ template <class T> void Trainer<T>::plan_teacher() {
 // Sampled answers use the memory that holds training's activations at other times.
 template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     const size_t end = arena.used;
-    const size_t sequences = o.grpo ? loader.sequences() : questions.list.size(); // (questions change no sampled batch)
+    const size_t sequences = o.samples() ? loader.sequences() : questions.list.size(); // (questions change no batch)
     engine.sequences = (int)std::min(sequences, (size_t)loader.most_tokens);
     engine.tokens = std::min(loader.most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
                                                           engine.sequences));
-    engine.pages = std::max(o.grpo ? loader.max_pages : 0, (questions.positions + PAGE - 1) / PAGE);
+    engine.pages = std::max(o.samples() ? loader.max_pages : 0, (questions.positions + PAGE - 1) / PAGE);
     arena.used = scratch;
     engine.plan(arena);
     arena.used = std::max(arena.used, end);

@@ -55,6 +55,7 @@ struct Service {
     std::shared_ptr<const Relevance> relevance{};
     std::string path{};                   // of the model
     const DiskPages* disk = nullptr;      // the prefix cache on disk; null: none
+    std::string tokenizer_info{};         // the answer of /tokenizer_info
     std::shared_ptr<Adapters> adapters = std::make_shared<Adapters>(); // further models, by name
 };
 

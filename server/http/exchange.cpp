@@ -118,7 +118,7 @@ size_t Exchange::most_body() const {
 
 bool Exchange::takes_no_post() const {
     const bool cancel = path.size() > 7 && path.compare(path.size() - 7, 7, "/cancel") == 0;
-    return models() || (filed() && !cancel && path != "/v1/files" && path != "/v1/batches");
+    return models() || tokenizer_info() || (filed() && !cancel && path != "/v1/files" && path != "/v1/batches");
 }
 
 void Exchange::check_head() {
@@ -271,8 +271,8 @@ std::string Exchange::route_name() const {
     if (filed()) return path[4] == 'f' ? "/v1/files" : "/v1/batches";
     if (swaps()) return path;
     return known(path, {"/", "/temml.js", "/health", "/ping", "/version", "/openapi.json", "/metrics", "/tokenize",
-                        "/detokenize", CONVERT, "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS,
-                        EMBEDDINGS, PREDICT, "/v1/rerank", "/v2/rerank", "/rerank"});
+                        "/detokenize", "/tokenizer_info", CONVERT, "/v1/models", COMPLETION, CHAT, RESPONSES, MESSAGES,
+                        COUNT_TOKENS, EMBEDDINGS, PREDICT, "/v1/rerank", "/v2/rerank", "/rerank"});
 }
 
 void Exchange::log() const {

@@ -89,6 +89,7 @@ struct Exchange {
     bool swaps() const { // loads or unloads an adapter
         return server.options.swaps && (path == LOAD_ADAPTER || path == UNLOAD_ADAPTER);
     }
+    bool tokenizer_info() const { return path == "/tokenizer_info"; }
     bool models() const { return (path + "/").compare(0, 11, "/v1/models/") == 0; }
     bool takes_no_post() const;
     size_t most_body() const;

@@ -56,7 +56,7 @@ static const char OPENAPI[] = R"json({
     "responses": {"200": {"$ref": "#/components/responses/Ranking"}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/tokenize": {"post": {
     "requestBody": {"required": true, "content": {"application/json": {"schema": {"type": "object", "anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
-        "properties": {"prompt": {"type": ["string", "null"]}, "messages": {"oneOf": [{"type": "null"}, {"$ref": "#/components/schemas/Messages"}]}}}}}},
+        "properties": {"prompt": {"type": ["string", "null"]}, "add_special_tokens": {"type": ["boolean", "null"]}, "messages": {"oneOf": [{"type": "null"}, {"$ref": "#/components/schemas/Messages"}]}}}}}},
     "responses": {"200": {"description": "ids", "content": {"application/json": {"schema": {"type": "object", "required": ["tokens", "count"],
         "properties": {"tokens": {"type": "array", "items": {"type": "integer"}}, "count": {"type": "integer"}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/detokenize": {"post": {
@@ -68,6 +68,8 @@ static const char OPENAPI[] = R"json({
     "requestBody": {"required": true, "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary", "minLength": 1}}}},
     "responses": {"200": {"description": "the text of a document", "content": {"application/json": {"schema": {"type": "object", "required": ["name", "text"],
         "properties": {"name": {"type": "string"}, "text": {"type": "string"}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
+  "/tokenizer_info": {"get": {"responses": {"200": {"description": "special tokens and chat template", "content": {"application/json": {"schema": {"type": "object", "required": ["tokenizer_class", "eos_token"],
+      "properties": {"tokenizer_class": {"type": "string"}, "bos_token": {"type": "null"}, "eos_token": {"type": ["string", "null"]}, "pad_token": {"type": ["string", "null"]}, "chat_template": {"type": "string"}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/models": {"get": {"responses": {"200": {"description": "the model", "content": {"application/json": {"schema": {"type": "object", "required": ["data"],
       "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}}}}}}}, "default": {"$ref": "#/components/responses/Error"}}}},
   "/v1/models/{id}": {"get": {"parameters": [{"name": "id", "in": "path", "required": true, "schema": {"type": "string"}}],

@@ -73,12 +73,13 @@ Response Exchange::route() {
         return {200, std::move(told.json), type, {}, std::move(told.path)};
     }
     const bool convert = path == CONVERT;
-    if (!is_asked(path) && !models() && !tokenize && !detokenize && !convert && !count && !swaps())
+    if (!is_asked(path) && !models() && !tokenize && !detokenize && !tokenizer_info() && !convert && !count && !swaps())
         throw Refusal(404, "there is nothing here; / and /v1/chat/completions are");
-    only(models() ? "GET" : "POST");
+    only(models() || tokenizer_info() ? "GET" : "POST");
     if (!ready) throw Refusal(503, server.ready ? "the server is shutting down" : "the model is loading");
     const Service& service = server.service;
     if (models()) return list_models();
+    if (tokenizer_info()) return {200, service.tokenizer_info};
     if (swaps()) return {200, path == LOAD_ADAPTER ? load_adapter(service) : unload_adapter(service)};
     if (tokenize) return {200, tokens_of(service)};
     if (detokenize) return {200, text_of(service)};
@@ -181,7 +182,10 @@ std::string Exchange::tokens_of(const Service& service) const {
     PromptOptions any;
     any.truncate = SIZE_MAX; // whether it fits or not
     if (f["messages"]) any.chat = chat_options_from_json(service, f), ids = chat_prompt(service, f, any);
-    else ids = service.tokenizer->encode(f.text("prompt"), false);
+    else { // special tokens in a text are text, as in a prompt; but a client that names the field expects vLLM's ids
+        f.boolean("add_special_tokens", true); // (nothing goes before a text: either value has the same ids)
+        ids = service.tokenizer->encode(f.text("prompt"), (bool)f["add_special_tokens"]);
+    }
     if (!f["messages"] && !f["prompt"]) throw Refusal(400, "neither prompt nor messages", "prompt");
     sj::Writer w;
     w.object().field("count", ids.size()).field("max_model_len", service.context).key("tokens").array();

@@ -4,7 +4,8 @@ pip install 'lm-eval[api]' transformers; python3 tests/reference/check_likelihoo
 
 The model is data/tiny/model.bin. Three checks of the first ROWS rows (all) of data/course/mc_exam.jsonl:
 1. local-completions and --eval -n 0 of every answer: the same accuracy, and differences between the log-likelihoods of
-   a question's answers that are the same to 0.02. (The harness adds the prompt's last token to each of them.)
+   a question's answers that are the same to 0.02. (The harness adds the prompt's last token to each of them.) With the
+   tokenizer's files and with the server's /tokenizer_info, /tokenize and /detokenize the harness gets the same numbers.
 2. local-chat-completions and --eval: the same answers, so the same number of right letters.
 3. Rates: the prompts of check 1 with echo and logprobs in a batch, against the same prompts without, and one by one.
 The numbers are printed; a difference ends the script. SERVE and QWEN3 name other programs."""
@@ -66,17 +67,17 @@ def evaluate(folder, name, qa, *options):
     return [json.loads(line) for line in pathlib.Path(f"{path}.out").read_text(encoding="utf-8").splitlines()]
 
 
-def harness(folder, task, kind, path, *options):
-    """The harness's results of a task, and its samples in order."""
+def harness(output, task, kind, path, *options):
+    """The harness's results of a task, and its samples in order. They are written into the folder `output`."""
     arguments = f"model=tiny,base_url=http://127.0.0.1:{port}/v1/{path},num_concurrent=1,max_retries=1,{','.join(options)}"
     more = ["--apply_chat_template"] if "chat" in kind else ["--batch_size", "16"]
     begun = time.monotonic()
     subprocess.run([sys.executable, "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", task,
-                    "--include_path", "tests/reference/lm_eval", "--output_path", f"{folder}/{task}", "--log_samples",
+                    "--include_path", "tests/reference/lm_eval", "--output_path", output, "--log_samples",
                     *more, *(["--limit", sys.argv[1]] if len(sys.argv) > 1 else [])], check=True)
     print(f"{task}: {time.monotonic() - begun:.1f} s")
-    (results,) = pathlib.Path(folder, task).rglob("results_*.json")
-    (samples,) = pathlib.Path(folder, task).rglob("samples_*.jsonl")
+    (results,) = pathlib.Path(output).rglob("results_*.json")
+    (samples,) = pathlib.Path(output).rglob("samples_*.jsonl")
     samples = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     return json.loads(results.read_text())["results"][task], sorted(samples, key=lambda s: s["doc_id"])
 
@@ -100,9 +101,13 @@ with tempfile.TemporaryDirectory() as folder:
     try:
         port = next(int(m[1]) for line in server.stderr if (m := re.search(r"listening on http://127\.0\.0\.1:(\d+)", line)))
         os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=folder, TOKENIZERS_PARALLELISM="false")
-        likely, told = harness(folder, "course_mc", "local-completions", "completions", f"tokenizer={folder}",
+        likely, told = harness(f"{folder}/files", "course_mc", "local-completions", "completions", f"tokenizer={folder}",
                                "tokenizer_backend=huggingface", "tokenized_requests=True")
-        said, spoken = harness(folder, "course_chat", "local-chat-completions", "chat/completions")
+        _, asked_for = harness(f"{folder}/remote", "course_mc", "local-completions", "completions",
+                               "tokenizer_backend=remote", "tokenized_requests=True")
+        assert [s["resps"] for s in asked_for] == [s["resps"] for s in told]
+        print("the server's tokenizer: the same numbers")
+        said, spoken = harness(f"{folder}/chat", "course_chat", "local-chat-completions", "chat/completions")
     finally:
         server.terminate()
 

@@ -1,34 +1,52 @@
-"""The C API of qwen3.h through Python's ctypes. Usage: library.py LIBQWEN3.so MODEL QUESTION; prints the greedy answer."""
-import ctypes
+"""The Python package of the C API. Usage: library.py MODEL QUESTION; prints the greedy answer."""
 import sys
+import threading
+
+from qwen3 import Context, Model, Qwen3Error
 
 
-class Sampling(ctypes.Structure):
-    _fields_ = [("temperature", ctypes.c_float), ("top_k", ctypes.c_int), ("top_p", ctypes.c_float),
-                ("min_p", ctypes.c_float), ("repeat", ctypes.c_float), ("presence", ctypes.c_float),
-                ("frequency", ctypes.c_float), ("seed", ctypes.c_uint64), ("max_tokens", ctypes.c_int)]
+def refused(call, words):
+    try:
+        call()
+    except (Qwen3Error, TypeError) as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"no error about {words}")
 
 
-Show = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t, ctypes.c_void_p)
-q = ctypes.CDLL(sys.argv[1])
-q.qwen3_error.restype = ctypes.c_char_p
-q.qwen3_open.restype = q.qwen3_context_new.restype = ctypes.c_void_p
-q.qwen3_default_sampling.restype = Sampling
-q.qwen3_context_new.argtypes = [ctypes.c_void_p, ctypes.c_int]
-q.qwen3_ask.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(Sampling), Show, ctypes.c_void_p]
-q.qwen3_context_free.argtypes = q.qwen3_close.argtypes = [ctypes.c_void_p]
+model, question = Model(sys.argv[1], device="cpu"), sys.argv[2]
+refused(lambda: Model("/nonexistent"), "/nonexistent")
+refused(lambda: Model(sys.argv[1], device="abacus"), "abacus")
+refused(lambda: model.ask(question, heat=1), "heat")
+refused(lambda: model.ask("a\0b"), "NUL")
+refused(lambda: model.ask(question, temperature=-1), "temperature")
+refused(lambda: model.context(model.context_limit + 1), "limit")
 
-assert not q.qwen3_open(b"/nonexistent", None, None) and b"/nonexistent" in q.qwen3_error()
-model = q.qwen3_open(sys.argv[2].encode(), None, b"cpu")
-context = q.qwen3_context_new(model, 0) if model else None
-if not context:
-    sys.exit(q.qwen3_error().decode())
-greedy = q.qwen3_default_sampling(0)
-greedy.temperature = 0
-pieces = []
-show = Show(lambda text, size, _: pieces.append(text[:size]) or 0)
-if q.qwen3_ask(context, sys.argv[3].encode(), ctypes.byref(greedy), show, None) < 0:
-    sys.exit(q.qwen3_error().decode())
-print(b"".join(pieces).decode())
-q.qwen3_context_free(context)
-q.qwen3_close(model)
+ids = model.tokenize("warp 是什么？")
+assert ids and max(ids) < model.vocabulary and model.detokenize(ids) == "warp 是什么？" and model.detokenize([]) == ""
+assert len(model.tokenize("<|im_end|>", special=True)) == 1 < len(model.tokenize("<|im_end|>"))
+assert len(model.prompt(question, system="Be brief.")) > len(model.prompt(question))
+
+# An answer token by token, as a stream, and from two threads.
+answer = model.ask(question, temperature=0)
+context = Context(model, 512)
+context.feed(model.prompt(question))
+start = len(context)
+scores = context.logits()
+assert context.draw(temperature=0) == max(range(model.vocabulary), key=scores.__getitem__)
+assert "".join(context.generate(temperature=0)) == answer
+context.rewind(start)
+assert "".join(context.generate(temperature=0, max_tokens=3)) == model.ask(question, temperature=0, max_tokens=3)
+pieces = list(model.stream(question, temperature=0))
+assert len(pieces) > 1 and "".join(pieces) == answer
+for piece in context.stream(question, temperature=0):
+    break  # ends the answer
+assert len(context) < start + len(model.tokenize(answer))
+said = []
+threads = [threading.Thread(target=lambda: said.append(model.context(512).ask(question, temperature=0))) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert said == [answer, answer]
+print(answer)

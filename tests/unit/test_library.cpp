@@ -36,6 +36,19 @@ TEST_CASE("the C API opens a quantised model, which answers as it does in qwen3"
 }
 
 static const bool NO_PYTHON = std::system("python3 -c pass >/dev/null 2>&1") != 0;
-TEST_CASE("the C API through Python's ctypes" * doctest::skip(NO_PYTHON)) {
-    check_answer("/usr/bin/env", {"python3", "tests/unit/library.py", LIBRARY});
+TEST_CASE("the Python package: answers, streams, tokens, logits, draws, errors, threads" * doctest::skip(NO_PYTHON)) {
+    check_answer("/usr/bin/env", {"PYTHONPATH=capi/python", "PYTHONDONTWRITEBYTECODE=1", "QWEN3_LIBRARY=" + LIBRARY,
+                                  "python3", "tests/unit/library.py"});
+}
+
+TEST_CASE("a wheel: its records are its files', its tag is what the library needs, and it answers" *
+          doctest::skip(NO_PYTHON)) {
+    const Scratch s;
+    const Result made = Process("/usr/bin/env", {"python3", "capi/wheel.py", LIBRARY, s / "", "cpu"}).wait();
+    INFO(made.err);
+    REQUIRE(made.status == 0);
+    check_answer("/usr/bin/env", {"PYTHONDONTWRITEBYTECODE=1", "python3", "tests/unit/wheel.py", s / ""});
+    const Result none = Process("/usr/bin/env", {"python3", "capi/wheel.py", "qwen3.h", s / ""}).wait();
+    CHECK(none.status == 1);
+    CHECK(none.err == "qwen3.h: no 64-bit ELF library\n");
 }

@@ -8,6 +8,7 @@
 #include "server/api/refusal.h"
 #include "server/api/request.h"
 #include "server/api/service.h"
+#include "server/api/tokenizer_info.h"
 #include "server/engine/budget.h"
 #include "server/engine/disk_pages.h"
 #include "server/engine/pace.h"
@@ -1274,8 +1275,38 @@ TEST_CASE("/v1/completions: strings, ids, lists of both; special text is text") 
     CHECK(sj::dump(counted["tokens"]) == ids);
     CHECK(counted["count"].number() == (double)t.encode(text, false).size());
     CHECK(Json(server.post("/detokenize", "{\"tokens\": " + ids + "}").body)["prompt"].str() == text);
+    // As lm-evaluation-harness asks for vLLM's ids: special tokens in the text count as such.
+    const Json special(server.post("/tokenize", "{\"add_special_tokens\": false, \"prompt\": " + quoted + "}").body);
+    CHECK(special["count"].number() == (double)t.encode(text, true).size());
+    CHECK(special["count"].number() < counted["count"].number());
+    check_refused(server.post("/tokenize", R"({"prompt": "a", "add_special_tokens": 1})"), 400, "add_special_tokens");
     const Json chat(server.post("/tokenize", question("hi", "")).body);
     CHECK(chat["count"].number() == (double)render_chat(t, {{"user", "hi"}}).size());
+}
+
+TEST_CASE("/tokenizer_info: the special tokens by name, and the chat template") {
+    Serving server;
+    const HttpReply told = Http(server.port).call("GET", "/tokenizer_info");
+    REQUIRE(told.status == 200);
+    const Json info(told.body);
+    CHECK(info["tokenizer_class"].str() == "Qwen2Tokenizer");
+    CHECK(info["bos_token"].is(sj::Null));
+    CHECK(tiny().tokenizer.id(info["eos_token"].str()) == tiny().file.config.end_tokens.at(0));
+    CHECK(info["pad_token"].str() == "<|endoftext|>");
+    // Qwen3's template, but it asks first whether names are defined that may not be; and one that a model brings.
+    std::string jinja = info["chat_template"].str();
+    const std::string first = "{%- set tools = tools | default(none) %}\n", asks = "m.tool_calls is defined and ";
+    REQUIRE(jinja.compare(0, first.size(), first) == 0);
+    jinja.erase(0, first.size());
+    const size_t at = jinja.find(asks);
+    REQUIRE(at != jinja.npos);
+    jinja.erase(at, asks.size());
+    CHECK(jinja == QWEN3_JINJA);
+    ModelFile own(MODEL);
+    own.chat_template = "{%- if message.tool_calls %}<|im_start|>{%- endif %}";
+    CHECK(Json(tokenizer_info(own, tiny().tokenizer))["chat_template"].str() == first +
+          "{%- if message.tool_calls is defined and message.tool_calls %}<|im_start|>{%- endif %}");
+    check_refused(server.post("/tokenizer_info", "{}"), 405, "GET");
 }
 
 TEST_CASE("roles, parts, a system prompt, thinking") {
