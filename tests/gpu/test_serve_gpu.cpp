@@ -277,7 +277,7 @@ TEST_CASE("pages on disk: a restarted engine answers to the bit as one that has 
             job.alternatives = 3, job.max_tokens = 60, job.how.repeat = 1, job.how.presence = job.how.frequency = 0;
             jobs.push_back(job);
         }
-        const EngineOptions options = {512, 4, 256, 256, 4'000'000};
+        const EngineOptions options = {512, 4, 256, 256, 16'000'000};
         std::vector<FromDisk> first, second;
         auto lines = [](auto& line) { FAIL(line); };
         {

@@ -158,7 +158,7 @@ template <class T> Result by_definition(const RandomModel& m, const Place& place
         const auto& w = m.layers[l];
         const Layer<T> layer = {keep(w.norm1), keep(w.norm2), keep(w.q_norm), keep(w.k_norm),
                                 linear_of(w.qkv, {c.H * c.D, c.K * c.D, c.K * c.D}, c.C), linear_of(w.o, {c.C}, c.H * c.D),
-                                linear_of(w.gate_up, {c.F, c.F}, c.C), linear_of(w.down, {c.C}, c.F)};
+                                linear_of(w.gate_up, {c.F, c.F}, c.C), linear_of(w.down, {c.C}, c.F), {}, {}};
         layer_forward(ctx, c, layer, b, a.layer[l], {&keys[l * place.layer_size], &values[l * place.layer_size]}, rope.data());
     }
     rmsnorm(a.normed, a.layer[0].out, keep(m.norm), b.N, c.C, c.eps);
