@@ -120,11 +120,15 @@ TEST_CASE("expert_mlp: few and many tokens, experts with none and with all, in p
             std::vector<bf16> gate_up((size_t)N * k * 2 * M), hidden((size_t)N * k * M), rows((size_t)N * C);
             std::vector<float> want((size_t)N * C), size((size_t)N * C);
             expert_mlp_cpu(cpu(), want.data(), gate_up.data(), hidden.data(), rows.data(), residual.data(), x.data(), W.host, host.view(), N, k);
-            for (int i = 0; i < host.first[(size_t)E]; i++) { // what a rounding of hidden can move
+            // What a rounding of hidden or of its gate can move: silu(g) changes by (1 + (1 - sigmoid(g)) |g|) of g's change.
+            for (int i = 0; i < host.first[(size_t)E]; i++) {
                 const int pair = host.pair[(size_t)i];
                 const Linear<bf16>& down = W.host[(size_t)host.expert[(size_t)pair]].down;
-                for (int r = 0; r < C; r++)
-                    for (int f = 0; f < M; f++) size[(size_t)(pair / k * C + r)] += host.share[(size_t)pair] * std::fabs(down.at(r, f) * to_acc(hidden[(size_t)i * M + f]));
+                for (int f = 0; f < M; f++) {
+                    const float g = to_acc(gate_up[(size_t)i * 2 * M + f]), slope = 1 + std::fabs(g) / (1 + std::exp(g));
+                    const float by = host.share[(size_t)pair] * slope * std::fabs(to_acc(hidden[(size_t)i * M + f]));
+                    for (int r = 0; r < C; r++) size[(size_t)(pair / k * C + r)] += by * std::fabs(down.at(r, f));
+                }
             }
             const Device<bf16> dx(x);
             Device<bf16> dhidden((size_t)N * k * M);
