@@ -7,7 +7,7 @@
 
 template <class T> void AnswerEngine<T>::plan(Arena& arena) {
     a.plan(arena, c, tokens, !ctx.gpu);
-    kv.plan(arena, c, (size_t)sequences * pages);
+    kv.plan(arena, c, all_pages);
     logits = arena.take<acc<T>>((size_t)sequences * c.V), picked = arena.take<T>((size_t)sequences * c.C);
     for (int** list : {&token, &pos, &seq, &slot}) *list = arena.take<int>(tokens);
     named = arena.take<int>(sequences), table = arena.take<int>((size_t)sequences * pages);

@@ -12,6 +12,7 @@ template <class T> struct AnswerEngine {
     const Config& c;
     const Weights<T>& w;
     int tokens = 0, sequences = 0, pages = 0; // at once, at most; pages a sequence can have
+    size_t all_pages = 0;                     // ... and all sequences together
     const acc<T>* rope = nullptr;             // (positions, D/2, 2)
     Activations<T> a;
     KVCache<T> kv;

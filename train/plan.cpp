@@ -26,11 +26,11 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     d.plan(arena, c, N, params.rank, rows, (bool)ctx.gpu);
     d.head_rows = halves ? rows / 2 : rows;
     part("their gradients, logits", before), before = arena.used;
+    if (answers()) plan_answers(scratch); // before all that must outlive an answer
+    if (arena.used > before) part("answers", before), before = arena.used;
     if (teacher) plan_teacher(), part("the teacher", before), before = arena.used;
     for (auto& model : reward_models) model->plan(arena, loader.most_tokens, loader.sequences(), loader.longest);
     if (!reward_models.empty()) part("reward models", before), before = arena.used;
-    if (answers()) plan_answers(scratch);
-    if (arena.used > before) part("answers", before), before = arena.used;
     rope = arena.take<A>((size_t)positions() * c.D);
     loss = arena.take<A>(N);
     results = arena.take<double>(4);
@@ -72,6 +72,7 @@ template <class T> void Trainer<T>::plan_teacher() {
     teacher->plan(arena, loader.most_tokens, (size_t)loader.most_tokens / PAGE + loader.sequences(), loader.longest,
                   d.head_rows);
     divergences = arena.take<A>(loader.most_tokens), agrees = arena.take<A>(loader.most_tokens);
+    d.factor = arena.take<A>(d.head_rows); // ones, which answers must not overwrite
 }
 
 // Sampled answers use the memory that holds training's activations at other times.
@@ -81,7 +82,10 @@ template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     engine.sequences = (int)std::min(sequences, (size_t)loader.most_tokens);
     engine.tokens = std::min(loader.most_tokens, std::max(ctx.gpu ? Session<T>::GPU_CHUNK : Session<T>::CHUNK,
                                                           engine.sequences));
-    engine.pages = std::max(o.samples() ? loader.max_pages : 0, (questions.positions + PAGE - 1) / PAGE);
+    const int of_answer = o.samples() ? loader.max_pages : 0, of_question = (questions.positions + PAGE - 1) / PAGE;
+    engine.pages = std::max(of_answer, of_question);
+    engine.all_pages = std::max((size_t)engine.sequences * of_answer,
+                                std::min(questions.list.size(), (size_t)engine.sequences) * of_question);
     arena.used = scratch;
     engine.plan(arena);
     arena.used = std::max(arena.used, end);

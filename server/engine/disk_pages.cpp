@@ -223,6 +223,7 @@ bool DiskPages::load(const Digest& key, uint8_t* to, size_t bytes) {
 
 void DiskPages::store(const Write& w) {
     if (!own()) return;
+    if (has(w.key)) return; // (own() may have found it: another server wrote it)
     Header h{};
     h.key = w.key, h.bytes = w.bytes, h.sum = checksum(0, w.from.get(), w.bytes);
     const size_t size = sizeof h + w.bytes;

@@ -211,13 +211,16 @@ TEST_CASE("pages on disk: two servers on one folder: one writes, the other reads
     CHECK(!other->has(key_of(2)));
     CHECK(!fs::exists(file_of(s, 1)));
     one.reset();
-    eventually([&] { // it tries again after a while
-        if (!other->wants(key_of(1))) return false;
-        other->write(key_of(1), page_of(1), BYTES);
+    eventually([&] { // it tries again after a while, here with a page that the other server has written
+        if (!other->wants(key_of(2))) return false;
+        other->write(key_of(2), page_of(2), BYTES);
         usleep(50'000);
-        return other->has(key_of(1));
+        return other->has(key_of(2)); // it has looked again
     });
-    CHECK(other->has(key_of(2))); // it has looked again
+    CHECK(other->counts().pages == 2);
+    put(*other, 1);
+    CHECK(other->counts().pages == 3);
+    CHECK(other->counts().bytes == 3 * fs::file_size(file_of(s, 1)));
     CHECK(comes(*other, 2));
     CHECK(one_told.all().empty());
     CHECK(other_told.all().size() == 1);

@@ -318,6 +318,7 @@ TEST_CASE("questions and --watch change no bit of what is trained, whatever is t
                           {"dpo", out / "pairs.bin", {"--rank", "4", "--batch", "4", "--dpo"}, adapter},
                           {"kto", out / "kto.bin", {"--rank", "4", "--batch", "4", "--kto"}, adapter},
                           {"grpo", rows().first, {"--rank", "4", "--batch", "4", "--grpo", "--reward", "length:4", "-n", "8", "--group", "2", "--iterations", "2"}, adapter},
+                          {"teacher", rows().first, {"--rank", "4", "--recompute", "--batch", "1", "--teacher", TINY, "--distil-weight", "0.5"}, adapter}, // answers take more memory
                           {"ranks", rows().first, {"--rank", "4", "--batch", "4", "--gpus", "2"}, adapter}};
     for (const Case& c : cases) {
         INFO(c.name);
@@ -325,6 +326,7 @@ TEST_CASE("questions and --watch change no bit of what is trained, whatever is t
         const Strings how = Strings{TINY, c.data, "--steps", "6", "--lr", "1e-2"} + c.how;
         train(how + Strings{"-o", plain});
         Strings with = {"-o", asked, "--ask", "What is a warp?", "--ask", "And a block of threads?"};
+        for (int i = 0; i < 10 && c.name == std::string("teacher"); i++) with = with + Strings{"--ask", format("And %d blocks?", i)};
         if (can_watch) with = with + Strings{"--watch", "0"};
         train(how + with);
         CHECK(state_of(plain, c.result) == state_of(asked, c.result));
