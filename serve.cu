@@ -113,9 +113,12 @@ static Setter text_file(std::string& text) {
 static std::vector<Option> option_table(Options& o) {
     auto gigabytes = [](size_t& bytes) -> Setter {
         return [&bytes](const char* option, const char* v) {
-            std::string number = v; // "20" or "20GB"
-            if (number.size() > 2 && number.substr(number.size() - 2) == "GB") number.resize(number.size() - 2);
-            bytes = (size_t)(parse_number(option, number.c_str(), 1e-6, 1e6) * 1e9);
+            std::string number = v; // "20", or with its unit
+            double unit = 1e9;
+            for (auto [name, size] : {std::pair("MB", 1e6), {"GB", 1e9}, {"TB", 1e12}})
+                if (number.size() > 2 && number.substr(number.size() - 2) == name)
+                    number.resize(number.size() - 2), unit = size;
+            bytes = (size_t)(parse_number(option, number.c_str(), 1e-6, 1e6) * unit);
         };
     };
     std::vector<Option> table = {
@@ -137,7 +140,8 @@ static std::vector<Option> option_table(Options& o) {
          gigabytes(o.engine.kv_bytes)},
         {"", "--cache-dir", "DIR", "keep cached pages of prompts in this folder, too: a restart finds them",
          file_name(o.cache)},
-        {"", "--cache-size", "GB", "... and at most so many bytes of them (default 20)", gigabytes(o.cache_bytes)},
+        {"", "--cache-size", "GB", "... and at most so many of them, or 500MB, 2TB (default 20)",
+         gigabytes(o.cache_bytes)},
         {"", "--chunk", "N", "most prompt tokens in a step that also decodes (default: such a step\n"
          "takes at most 1.7 times as long as without them)", whole(o.engine.chunk, 1, 65536)},
         {"", "--gpus", "N", "GPUs of this host, one engine each (with -d cpu N CPU engines)", whole(o.gpus, 1, 64)},

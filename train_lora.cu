@@ -16,8 +16,8 @@
    number as `scale`. With --kto a unit is one answer with a label, and a second row with the same prompt, which is only
    measured.
 
-   With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model draws, each worth what
-   rewards.h says. Here every token has a number of its own (grpo.h), by which its row of the head's gradient is scaled.
+   With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model samples, each with the
+   reward of rewards.h. Every token has a number of its own (grpo.h), which scales its row of the head's gradient.
 
    With --teacher the loss of a token compares the distributions of two models (`distillation` in qwen3.cu). With
    --reward-model a pair's loss is of two scores, which a head of C numbers computes from the last token's vector.
@@ -91,7 +91,8 @@ static void must_fit(const TrainOptions& o, const Dataset& set) {
     if (labelled && !set.labelled())
         DIE("%s: --kto trains on labelled answers, and these rows have no kto_tag", set.path());
     if (!pairs && set.pairs())
-        DIE("%s: pairs of chosen and rejected answers: they need --dpo, --ipo, --simpo or --orpo", set.path());
+        DIE("%s: pairs of chosen and rejected answers: they need --dpo, --ipo, --simpo, --orpo or --reward-model",
+            set.path());
     if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
 }
 

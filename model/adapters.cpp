@@ -63,6 +63,8 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     for (auto [key, v] : j.members()) {
         if (read_below.count(key) || bookkeeping.count(key)) continue;
         if (scores && key == "modules_to_save") continue;
+        if (key == "modules_to_save" && j["task_type"].str() == "SEQ_CLS")
+            DIE("%s: a reward model, which scores answers: train_lora --grpo --reward FOLDER", name);
         const bool empty = (v.is(sj::Object) || v.is(sj::Array)) && v.size() == 0;
         if (!(v.is(sj::Null) || v.is(sj::False) || empty || (key == "bias" && v.str() == "none")))
             DIE("%s: %s = %.60s is not supported", name, key.c_str(), std::string(v.raw()).c_str());

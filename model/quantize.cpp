@@ -266,8 +266,9 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
     std::vector<OutTensor> out;
     std::unique_ptr<Calibration<T>> calibration;
     if (!how.text.empty()) calibration = std::make_unique<Calibration<T>>(file, how, ctx);
-    const size_t per_layer = 2 * how.windows() + MODULES, all = (size_t)file.config.L * per_layer;
-    size_t done = 0;
+    const std::vector<ModelTensor> tensors = model_tensors(file.config);
+    size_t done = 0, all = (size_t)file.config.L * 2 * how.windows(); // steps
+    for (const ModelTensor& t : tensors) all += t.kind < MODULES;
     int layer = -1;
     auto step = [&] {
         if (ctx.stop && *ctx.stop) DIE("interrupted");
@@ -276,7 +277,7 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
     UnsetVector<float> W;
     std::vector<float> factor;
     std::vector<bool> dead;
-    for (const ModelTensor& t : model_tensors(file.config)) {
+    for (const ModelTensor& t : tensors) {
         const auto found = file.tensors.find(t.name());
         if (t.kind == HEAD && file.bare && found == file.tensors.end()) continue;
         const bool module = t.kind < MODULES, matrix = module || t.kind == EMBED || t.kind == HEAD;

@@ -99,12 +99,14 @@ std::string TrainLog::curve(int64_t steps) const {
     std::string s = format("<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %g %g\" "
                            "font-family=\"sans-serif\" font-size=\"12\">\n"
                            "<rect width=\"100%%\" height=\"100%%\" fill=\"white\"/>\n", W, H);
-    for (double at = low; at <= high + tick / 1000; at += tick)
+    for (double i = std::round(low / tick); i <= std::round(high / tick); i++) {
+        const double at = i * tick;
         s += format("<path d=\"M%g %.1fH%g\" stroke=\"#ddd\"/>"
                     "<text x=\"%g\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
-                    LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at);
+                    LEFT, y(at), W - RIGHT, LEFT - 6, y(at) + 4, at + 0.);
+    }
     for (int i = 0; i <= 4; i++)
-        s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)steps * i / 4),
+        s += format("<text x=\"%.1f\" y=\"%g\" text-anchor=\"middle\">%lld</text>\n", x((double)(steps * i / 4)),
                     H - BOTTOM + 18, (long long)(steps * i / 4));
     s += format("<text x=\"%g\" y=\"%g\" text-anchor=\"middle\">step</text>"
                 "<text x=\"16\" y=\"%g\" transform=\"rotate(-90 16 %g)\" text-anchor=\"middle\">%s</text>\n",

@@ -174,5 +174,5 @@ TEST_CASE("--grpo with a reward model: rewards are its scores, and rise; what is
     refused({lesson().pairs, "--reward-model", "--beta", "0.2"}, "--beta is not for --reward-model");
     refused({lesson().pairs, "--reward-model", "--merge", out / "m.bin"}, "--reward-model: its result scores answers");
     refused({lesson().pairs, "--reward-model", "--dpo"}, "not both");
-    check_refusal(start(program("QWEN3", "./qwen3"), {TINY, "-z", VOCABULARY, "--adapter", lesson().model, "-i", "x"}).wait(), "qwen3", "modules_to_save = [\"classifier\", \"score\"] is not supported");
+    check_refusal(start(program("QWEN3", "./qwen3"), {TINY, "-z", VOCABULARY, "--adapter", lesson().model, "-i", "x"}).wait(), "qwen3", "a reward model, which scores answers");
 }

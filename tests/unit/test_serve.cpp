@@ -2878,7 +2878,7 @@ TEST_CASE("--cache-dir: a restart finds prompts, each key its own; the answers, 
         check_refusal(Process(PROGRAM, Serving::with(more)).wait(), "serve", word);
     };
     refused({"--cache-size", "5"}, "--cache-size is for --cache-dir");
-    refused({"--cache-dir", s / "x", "--cache-size", "5TB"}, "--cache-size: 5TB is not a number");
+    refused({"--cache-dir", s / "x", "--cache-size", "5XB"}, "--cache-size: 5XB is not a number");
     refused({"--cache-dir", s / "keys"}, "keys: not a folder");
 }
 

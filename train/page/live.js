@@ -69,8 +69,8 @@ function curve() {
   const up = y => H - BOTTOM - (H - TOP - BOTTOM) * (y - low) / (high - low);
   const line = list => list.map(([step, y]) => `${across(step).toFixed(1)},${up(y).toFixed(1)}`).join(' ');
   const parts = [];
-  for (let y = low; y <= high + tick / 1000; y += tick)
-    parts.push(draw('path', {class: 'grid', d: `M${LEFT} ${up(y)}H${W - RIGHT}`}), draw('text', {x: LEFT - 6, y: up(y) + 4, 'text-anchor': 'end'}, +y.toPrecision(6)));
+  for (let i = Math.round(low / tick), y; i <= Math.round(high / tick); i++)
+    parts.push(draw('path', {class: 'grid', d: `M${LEFT} ${up(y = i * tick)}H${W - RIGHT}`}), draw('text', {x: LEFT - 6, y: up(y) + 4, 'text-anchor': 'end'}, +y.toPrecision(6)));
   for (let i = 0; i <= 4; i++) {
     const step = Math.floor(about.total_steps * i / 4);
     parts.push(draw('text', {x: across(step), y: H - 6, 'text-anchor': i === 4 ? 'end' : 'middle'}, step));
