@@ -2219,8 +2219,9 @@ TEST_CASE("documents: texts that come with a chat are looked up, whatever the se
         const HttpReply r = server.chat(question(ask, more + ", " + with));
         INFO(r.body);
         REQUIRE(r.status == 200);
+        const Json answer(r.body);
         Strings all;
-        for (sj::Value s : Json(r.body)["sources"].items()) all.push_back(format("%s:%d %s", s["file"].str().c_str(), (int)s["line"].number(), s["text"].str().c_str()));
+        for (sj::Value s : answer["sources"].items()) all.push_back(format("%s:%d %s", s["file"].str().c_str(), (int)s["line"].number(), s["text"].str().c_str()));
         return all;
     };
     for (const bool own : {false, true}) {
