@@ -93,7 +93,6 @@ CORE       = $(B)/core.a
 TRAIN      = $(filter $(B)/train/%,$(OBJECTS))
 SERVER     = $(filter $(B)/server/%,$(OBJECTS))
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
-
 .PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
         course course-folder dist wheel clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
