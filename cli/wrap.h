@@ -29,7 +29,7 @@ struct Wrap {
 
     // An escape sequence at this place of the text; it has no width, and must set all attributes.
     void style(std::string_view sequence) { word += sequence, next_style = sequence; }
-    // What the lines that break begin with, from here to the end of the line; with its own style reset.
+    // Sets the prefix of continuation lines, from here to the end of the line; it resets its own style.
     void hang(std::string begin, size_t width) { margin = std::move(begin), margin_width = width; }
     bool at_start() const { return column == 0 && blanks == 0 && word_width == 0; }
     // Whether lines are left as they are, such as those of code.

@@ -120,7 +120,7 @@ TEST_CASE("expert_mlp: few and many tokens, experts with none and with all, in p
             std::vector<bf16> gate_up((size_t)N * k * 2 * M), hidden((size_t)N * k * M), rows((size_t)N * C);
             std::vector<float> want((size_t)N * C), size((size_t)N * C);
             expert_mlp_cpu(cpu(), want.data(), gate_up.data(), hidden.data(), rows.data(), residual.data(), x.data(), W.host, host.view(), N, k);
-            // What a rounding of hidden or of its gate can move: silu(g) changes by (1 + (1 - sigmoid(g)) |g|) of g's change.
+            // The effect of rounding hidden or its gate: g's relative change moves silu(g) by 1 + (1 - sigmoid(g)) |g| of it.
             for (int i = 0; i < host.first[(size_t)E]; i++) {
                 const int pair = host.pair[(size_t)i];
                 const Linear<bf16>& down = W.host[(size_t)host.expert[(size_t)pair]].down;

@@ -40,6 +40,17 @@ static std::vector<Job> again(const std::vector<Job>& jobs) { // the same questi
     for (Job& job : copy) job.reply = std::make_shared<Reply>(), job.reply->left = 1;
     return copy;
 }
+// The text of each job, run by an engine of its own.
+static std::vector<std::string> each_alone(Random& random, const std::vector<Job>& jobs) {
+    std::vector<std::string> texts;
+    for (auto& job : jobs) {
+        Bench bench({256, 1, 256, 256, 4'000'000});
+        const std::vector<Job> one = again({job});
+        run_all(bench, random, one);
+        texts.push_back(text_of(one[0]));
+    }
+    return texts;
+}
 
 TEST_CASE("one answer at a time is a Session's: penalties, stops, log-probabilities, any length") {
     on_gpu(false);
@@ -316,13 +327,7 @@ TEST_CASE("with `invariant`: few pages of memory, many prompts, pages that come 
         job.prompt = prompt, job.max_tokens = std::min<size_t>(job.max_tokens, 100);
         jobs.push_back(job);
     }
-    std::vector<std::string> alone;
-    for (auto& job : jobs) {
-        Bench bench({256, 1, 256, 256, 4'000'000});
-        const std::vector<Job> one = again({job});
-        run_all(bench, random, one);
-        alone.push_back(text_of(one[0]));
-    }
+    const std::vector<std::string> alone = each_alone(random, jobs);
     DiskPages disk(scratch.path.string(), 1 << 30, "m", {}, [](auto& line) { FAIL(line); });
     for (auto [max_seqs, chunk, pages] : {std::tuple{8, 64, 24}, {24, 7, 40}, {7, 200, 18}}) {
         const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);
@@ -349,13 +354,7 @@ TEST_CASE("with `invariant` an answer does not depend on its company, on chunks,
     Random random{12};
     std::vector<Job> jobs;
     for (int i = 0; i < 40; i++) jobs.push_back(random_job(random, 256));
-    std::vector<std::string> alone;
-    for (auto& job : jobs) {
-        Bench bench({256, 1, 256, 256, 4'000'000});
-        const std::vector<Job> one = again({job});
-        run_all(bench, random, one);
-        alone.push_back(text_of(one[0]));
-    }
+    const std::vector<std::string> alone = each_alone(random, jobs);
     uint64_t preempted = 0;
     for (auto [max_seqs, chunk, pages] : {std::tuple{24, 7, 400}, {24, 64, 30}, {7, 200, 24}, {40, 33, 90}}) {
         const std::string kind = format("at most %d, chunks of %d, %d pages", max_seqs, chunk, pages);

@@ -2233,7 +2233,7 @@ TEST_CASE("documents: texts that come with a chat are looked up, whatever the se
         const Strings lion = sources(server, "And the lion?", texts);
         REQUIRE(lion.size() == 1);
         CHECK(lion[0].find("A lion has a mane.") != std::string::npos);
-        // What nothing is about is answered from the beginning, unless the model quotes.
+        // A question without a passage is answered from the beginning, unless the model quotes.
         const Strings summary = sources(server, "Summarize this", texts);
         CHECK(summary.size() == (own ? 3 : 0));
         if (own) CHECK(summary[2] == "document 2:1 Nothing else.");
