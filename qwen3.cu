@@ -266,6 +266,19 @@ void norm_linear_swiglu(T* out,          // (N,F) out
     swiglu(out, gate_up, N, W.rows[0]);
 }
 
+// ---- mlp: out = x + swiglu(rmsnorm(x) gate_up^T) down^T
+template <class T>
+void mlp(acc<T>* out,                // (N,C) out
+         T* hidden,                  // (N,F) out: swiglu's
+         T* both,                    // (N,2F) out: gate and up; may be null on a GPU
+         T* normed,                  // (N,C) scratch, as norm_linear's
+         const acc<T>* x,            // (N,C)
+         const T* w,                 // (C)
+         const Linear<T>& gate_up, const Linear<T>& down, int N, float eps) {
+    norm_linear_swiglu(hidden, both, normed, x, w, gate_up, N, eps);
+    linear_add(out, x, hidden, down, N);
+}
+
 // ---- head: the logits of R chosen tokens. They stay acc<T>: they are not rounded to T.
 template <class T>
 void head(acc<T>* logits,  // (R,V) out
@@ -616,8 +629,7 @@ void mlp_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Bat
                  typename Activations<T>::PerLayer& s) {
     const int N = b.N;
     if (layer.experts.empty()) {
-        RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
-        RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
+        RUN(mlp, s.out, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, layer.down, N, c.eps);
         return;
     }
     RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
@@ -1389,7 +1401,6 @@ struct Gpu {
     size_t unpacked_numbers = 0;
     bf16* rounded = nullptr;     // the activations of FP8 products, with Context::fp8_activations
     size_t rounded_numbers = 0;
-    struct { const bf16* x = nullptr; int N = 0, in = 0; } ahead; // activations already stored there: see E4M3Rows
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -2917,10 +2928,11 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 #endif
 
 // ---- The product for any number of tokens. x W^T: an adapter's h and s B are further columns of x and W; for up to 16
-// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed.
+// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed. rounded: x as e4m3, or none.
 void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
 template <class Epilogue>
-void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false,
+                 const E4M3Rows& rounded = {}) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
     if (N <= STREAM_TOKENS && !ctx.invariant) {
@@ -2936,7 +2948,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
                 return few(BesideAdapter<Epilogue>(epilogue, W));
             }
     }
-    if (Optional::many(ctx, epilogue, x, W, N)) return;
+    if (Optional::many(ctx, epilogue, x, rounded, W, N)) return;
     Optional::weights(ctx, W, [&](const bf16* weights) {
         TileArgs p = {x, weights, N, W.in, out};
         p.early = N <= 128;
@@ -2948,12 +2960,12 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     });
 }
 // The same for rmsnorm(stream). `normed` (N,in) holds that if the product does not compute it for itself, or rounds it.
+// output: becomes the product's output as e4m3 if the kernel stored it so, too; null: not wanted.
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
-                      const Linear<bf16>& W, int N, float eps) {
-    ctx.gpu->ahead = {};
+                      const Linear<bf16>& W, int N, float eps, E4M3Rows* output = nullptr) {
     if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
-        if (Optional::norm_many(ctx, epilogue, stream, norm, W, N, eps)) return;
+        if (Optional::norm_many(ctx, epilogue, stream, norm, W, N, eps, output)) return;
         const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
         if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
         else rmsnorm_masks_gpu(ctx, normed, stream, norm, eps, LoraArgs(W, N), N);
@@ -2974,14 +2986,23 @@ void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, cons
 }
 #endif
 #if COMPILED(PART_LINEAR_ADD)
-void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N) {
-    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N);
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N,
+                    const E4M3Rows& rounded) {
+    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N, false, rounded);
 }
 #endif
 #if COMPILED(PART_SWIGLU)
 void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
-                            const Linear<bf16>& W, int N, float eps) {
-    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps);
+                            const Linear<bf16>& W, int N, float eps, E4M3Rows* rounded) {
+    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps, rounded);
+}
+#endif
+#if COMPILED(PART_TEXT)
+void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, const float* x, const bf16* w,
+             const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps) {
+    E4M3Rows rounded; // hidden, for down
+    norm_linear_swiglu_gpu(ctx, hidden, both, normed, x, w, gate_up, N, eps, &rounded);
+    linear_add_gpu(ctx, out, x, hidden, down, N, rounded);
 }
 #endif
 #if COMPILED(PART_HEAD)
@@ -2991,7 +3012,7 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
     if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
         return product_gpu(ctx, epilogue, picked, W, R);
     const bf16* of = picked;
-    if (Optional::many(ctx, epilogue, of, W, R)) return;
+    if (Optional::many(ctx, epilogue, of, {}, W, R)) return;
     Optional::parts(ctx, W, false, [&](int first, int count, const bf16* weights) {
         tile_product(ctx, {picked, weights, R, W.in, count}, StoreEpilogue<float>(logits + first, W.out()));
     });

@@ -66,6 +66,11 @@ template <class T>
 void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w,
                             const Linear<T>& W, int N, float eps);
 
+// out = x + swiglu(rmsnorm(x) gate_up^T) down^T
+template <class T>
+void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* both, T* normed, const acc<T>* x, const T* w,
+             const Linear<T>& gate_up, const Linear<T>& down, int N, float eps);
+
 // The experts of each token, and the tokens of each expert
 template <class T>
 void route_cpu(Context& ctx, const Routed<T>& out, const T* x, const Linear<T>& W, const Batch& b, int k, bool normed);

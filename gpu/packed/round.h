@@ -1,13 +1,7 @@
-// gpu/packed/round.h: FP8 activations: rows of e4m3 numbers, and how they are rounded.
+// gpu/packed/round.h: FP8 activations: how rows become e4m3 (E4M3Rows, model/gpu_ops.h).
 #pragma once
 #include "qwen3.cu"
 
-// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), see model/fp8_activations.h.
-struct E4M3Rows {
-    uint8_t* q = nullptr;
-    float* scale = nullptr;
-    int pitch = 0;
-};
 // `largest`: the bits of a group's largest number, without sign; from 0x7f80 on it is not finite.
 struct GroupRounding {
     float by, factor;
