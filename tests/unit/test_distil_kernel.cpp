@@ -4,6 +4,7 @@
 #include "tests/emulate/packed_emulation.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
+#include "train/distillation.cu"
 
 TEST_CASE("distillation_kernel: every beta, rows shorter and longer than a block's step, ties and large logits") {
     Random random{4};
