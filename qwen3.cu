@@ -131,10 +131,11 @@ void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
 
 // ========================================================================================================== 2 Products
 
-// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021). A Linear has up to three blocks of rows
-// (q, k, v). Each block may have one module, a pair (A_j, B_j); there are m modules. Module j adds s B_j A_j drop_j(x)
-// to its block of y. A_j is the rows j * rank .. (j + 1) * rank - 1 of `A`. The same columns of `B` hold s B_j in the
-// rows of its block, and zeros in all other rows.
+// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021). The Linear below has up to three blocks
+// of rows (q, k, v). Each block may have one module, a pair (A_j, B_j); there are m modules. Module j adds
+// s B_j A_j drop_j(x) to its block of y. All modules are in one matrix `A` and one matrix `B`: rows j * rank to
+// (j + 1) * rank - 1 of `A` are A_j. Columns of the same numbers of `B` hold s B_j in the rows of module j's block, and
+// zeros in all other rows.
 template <class T> struct Adapter {
     int rank = 0;                     // 0: no adapter
     int true_rank = 0;                // rank in the file; A_j has zero rows, B_j zero columns from there on
@@ -177,7 +178,7 @@ template <class T> struct Linear {
     int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // of block b
 };
 
-// ---- product: y[n][r] = sum_i W[r][i] x[n][i]; `store(n, r, y)` is called once for each.
+// ---- product: y[n][r] = sum_i W[r][i] x[n][i]. It calls store(n, r, y[n][r]) for each n and r.
 template <class T, class Store> void product(const Linear<T>& W, const T* x, int N, Store store) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < W.out(); r++)
@@ -188,14 +189,16 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
         }
 }
 
-// drop_j(x)[n][i]: in training 0 or x[n][i] / (1 - p), else x[n][i]. It is not rounded to T, so a faster version may
-// multiply the finished sum by 1 / (1 - p).
-template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) {
-    const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
-    const Dropout* d = W.adapter.dropout;
+// drop_j of a number of token n and column i: in training 0 or value / (1 - p), else the value. It is not rounded to T,
+// so a faster version may multiply the finished sum by 1 / (1 - p).
+template <class T> acc<T> drop(const Adapter<T>& a, int j, int n, int i, acc<T> value) {
+    const Dropout* d = a.dropout;
     if (!d) return value;
-    const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1; // a bit for each of 8 i
-    return kept ? value * (1 / (1 - (acc<T>)d->p)) : 0;
+    const uint32_t eight = dropout_mask(*d, d->token[n], a.module[j], i / 8); // bit b: column i / 8 * 8 + b is kept
+    return (eight >> (i % 8) & 1) ? value * (1 / (1 - (acc<T>)d->p)) : 0;
+}
+template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) { // drop_j(x)[n][i]
+    return drop(W.adapter, j, n, i, to_acc(x[(size_t)n * W.in + i]));
 }
 
 // ---- lora_down: h[n][j * rank + r] = sum_i A[j * rank + r][i] drop_j(x[n])[i]
@@ -307,8 +310,8 @@ struct Batch {
     const int* pages; // (B, max_pages) block table
     int max_pages;    // pages a sequence can have
     int singles = 0;  // leading rows that are the only row of their sequence
-    int splits = 1;   // GPU: splits of SPLIT keys in the longest of these sequences
-    int longest = 0;  // GPU: keys of the longest sequence after them; 0: not known
+    int splits = 1;   // Book II: parts of SPLIT keys in the longest of the singles' sequences
+    int longest = 0;  // Book II: keys of the longest of the other sequences; 0: not known
     bool fp8 = false; // the cache is FP8: see KVRow
 };
 
@@ -458,12 +461,15 @@ void route(const Routed<T>& out,
         acc<T> *p = out.p + (size_t)n * E, *share = out.share + (size_t)n * k, all = 0, sum = 0;
         int *expert = out.expert + (size_t)n * k, chosen = 0;
         const acc<T> top = *std::max_element(p, p + E);
-        for (int e = 0; e < E; e++) all += p[e] = std::exp(p[e] - top);
+        for (int e = 0; e < E; e++) p[e] = std::exp(p[e] - top), all += p[e];
         for (int e = 0; e < E; e++) p[e] /= all;
         for (int e = 0; e < E && chosen < k; e++) {
-            int ahead = 0; // experts that are chosen before e
-            for (int f = 0; f < E; f++) ahead += p[f] > p[e] || (p[f] == p[e] && f < e);
-            if (ahead < k) sum += share[chosen] = p[e], expert[chosen++] = b.seq[n] < 0 ? -1 : e;
+            int rank = 0; // experts that are chosen before e
+            for (int f = 0; f < E; f++) rank += p[f] > p[e] || (p[f] == p[e] && f < e);
+            if (rank >= k) continue;
+            expert[chosen] = b.seq[n] < 0 ? -1 : e;
+            share[chosen++] = p[e];
+            sum += p[e];
         }
         for (int j = 0; j < k && normed; j++) share[j] /= sum;
     }
@@ -476,7 +482,7 @@ void route(const Routed<T>& out,
     out.first[E] = at;
 }
 
-// A product for an expert's pairs only: the dropout masks of its rows are those of their tokens.
+// An expert's matrix, for the n rows of its pairs. Row i belongs to token pair[i] / k, whose dropout mask it has.
 template <class T> struct PairsProduct {
     Linear<T> W;
     Dropout dropout;
@@ -630,11 +636,11 @@ void mlp_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Bat
     const int N = b.N;
     if (layer.experts.empty()) {
         RUN(mlp, s.out, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, layer.down, N, c.eps);
-        return;
+    } else {
+        RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
+        RUN(route, s.routed, s.norm2, layer.router, b, c.k, c.normed_shares);
+        RUN(expert_mlp, s.out, s.gate_up, s.hidden, s.rows, s.mid, s.norm2, layer.experts, s.routed, N, c.k);
     }
-    RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
-    RUN(route, s.routed, s.norm2, layer.router, b, c.k, c.normed_shares);
-    RUN(expert_mlp, s.out, s.gate_up, s.hidden, s.rows, s.mid, s.norm2, layer.experts, s.routed, N, c.k);
 }
 
 // One layer: s.in to s.out.
@@ -898,9 +904,7 @@ void linear_backward_input(T* dx,       // (N, W.in) out
                 acc<T> part = 0;
                 for (size_t r = (size_t)j * a.rank; r < (size_t)(j + 1) * a.rank; r++)
                     part += to_acc(dh[n * width + r]) * to_acc(a.A[r * in + i]);
-                const Dropout* d = a.dropout;
-                if (d && !(dropout_mask(*d, d->token[n], a.module[j], (uint32_t)i / 8) >> i % 8 & 1)) continue;
-                sum += d ? part * (1 / (1 - (acc<T>)d->p)) : part;
+                sum += drop(a, j, n, (int)i, part);
             }
             for (size_t r = 0; r < out; r++) sum += to_acc(dy[n * out + r]) * W.at((int)r, (int)i);
             dx[n * in + i] = to_stored<T>(sum);
@@ -1254,9 +1258,11 @@ double balance_loss(acc<T>* slope, // (E) out
     return loss;
 }
 
-// The experts of a layer, one after another: out = mid + sum_j share_j y_j, y_j = down_e(swiglu(gate_up_e(x))).
-// d.sum becomes the gradient of x through them, d.share[j] = dy . y_j = (dy down_e) . hidden. An adapter's h and dh are
-// those of share_j y_j; the h of forward is not kept.
+// The experts of a layer, one after another: out = mid + sum_j share_j y_j, y_j = hidden down_e^T,
+// hidden = swiglu(gate_up), gate_up = x gate_up_e^T. dout is d.y.
+// d.share[j] = dout . y_j = (dout down_e) . hidden, so that y_j is not computed again;  d.sum: dx, of all experts.
+// The gradient of y_j is share_j dout. The product with down_e takes dout, for d.share; share_j multiplies its results.
+// forward did not keep the h of adapters: they are computed again.
 template <class T>
 void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<T>::PerLayer& s, Flow<T>& d,
                       const typename Gradients<T>::OfLayer& g, int N, int k) {
@@ -1269,17 +1275,17 @@ void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<
         const int n = to.first[e + 1] - to.first[e], *pair = to.pair + first;
         if (n == 0) continue;
         const PairsProduct<T> up(layer.experts[e].gate_up, pair, n, k), down(layer.experts[e].down, pair, n, k);
-        const auto& grads = g.experts[e];
+        const Adapter<T>&a = down.W.adapter, &b = up.W.adapter;
+        const typename Gradients<T>::OfLayer::OfExpert& grads = g.experts[e];
         T *hidden = s.hidden + first * M, *gate_up = s.gate_up + first * 2 * M;
         std::vector<acc<T>> share(n);
-        for (int i = 0; i < n; i++) {
+        for (int i = 0; i < n; i++) { // the expert's rows of dout and of x
             share[i] = to.share[pair[i]];
             std::copy_n(d.y + pair[i] / k * C, C, d.rows + i * C);
             std::copy_n(s.norm2 + pair[i] / k * C, C, s.rows + i * C);
         }
         auto scale = [&](T* x, size_t width) { RUN(scale_rows, x, width, share.data(), n, (int)width); };
-        const Adapter<T>&a = down.W.adapter, &b = up.W.adapter;
-        if (a.rank) {
+        if (a.rank) { // h times the share: dB = dout^T h
             RUN(lora_down, a.h, hidden, down.W, n);
             scale(a.h, a.width());
         }
@@ -1495,15 +1501,6 @@ __device__ inline uint32_t pack(float first, float second) {
     return pair;
 }
 __device__ inline bf16 round_bf16(float x) { return {(uint16_t)pack(x, 0)}; }
-__device__ inline uint32_t pack_e4m3(float first, float second) { // the first in the lower byte; see float_to_e4m3
-#if __CUDA_ARCH__ >= 890
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-    return pair;
-#else
-    return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
-#endif
-}
 __device__ inline uint32_t pack_half(float first, float second) { // in half precision
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -1551,12 +1548,6 @@ __device__ inline void mma_half(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
-}
-// a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
-__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
 }
 // x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
@@ -2857,7 +2848,7 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 #endif
 
 // ---- The product for any number of tokens. x W^T: an adapter's h and s B are further columns of x and W; for up to 16
-// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed. rounded: x as e4m3, or none.
+// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed. rounded: x as e4m3, or {}.
 void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false,
@@ -2925,8 +2916,6 @@ void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed
                             const Linear<bf16>& W, int N, float eps, E4M3Rows* rounded) {
     norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps, rounded);
 }
-#endif
-#if COMPILED(PART_TEXT)
 void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, const float* x, const bf16* w,
              const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps) {
     E4M3Rows rounded; // hidden, for down
@@ -3791,18 +3780,15 @@ void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<b
 #endif
 
 // =================================================================================================== 12 Sampled logits
-// The head's product of a decoding step. `sample` follows: model/sample.cu. Parameters, counts and the next step's batch
-// are in the GPU's memory, so that one graph of a step (model/graph.h) serves all draws; model/draw_ahead.cu launches it.
+// The head's product of a decoding step; model/sample.cu samples from its logits. Parameters, counts and the batch of
+// the next step are in the GPU's memory, so that one graph of a step (model/graph.h) serves them all;
+// model/draw_ahead.cu launches it.
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
 // A larger key is likelier: the logit, then the lower id.
 __device__ inline unsigned long long draw_key(float logit, int id) {
     const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
     return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
-}
-__device__ inline float logit_of(unsigned long long key) {
-    const uint32_t u = (uint32_t)(key >> 32);
-    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
 }
 
 // The sampled token becomes the next step's batch, is counted and stored, and goes to the host.
@@ -4040,7 +4026,7 @@ struct ScatterEpilogue : Epilogue {
 
 #if COMPILED(PART_LOSS)
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
-                              const int* rows, const Linear<bf16>& W, int R) {
+                       const int* rows, const Linear<bf16>& W, int R) {
     Optional::parts(ctx, W, true, [&](int first, int count, const bf16* weights) {
         TileArgs p = {dlogits, weights, R, W.out(), count};
         p.ldx = (int)ld;
@@ -4117,8 +4103,8 @@ __global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const floa
     for (int other = 1; other < 32; other++) sum += sums[other][threadIdx.x];
     dw[column] += sum;
 }
-void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
-                                 const float* x, const bf16* w, int N, int C, float eps) {
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
+                          const bf16* w, int N, int C, float eps) {
     float* const partial = ctx.gpu->partial;
     if (!dw)
         return launch(ctx, rmsnorm_backward_kernel<false>, N, 128, 0, dx, dy, normed, partial, dout, x, w, N, C, eps);
@@ -4187,8 +4173,8 @@ void input_product(Context& ctx, bf16* dh, const bf16* dy, const Linear<bf16>& W
     });
 }
 #if COMPILED(PART_BACKWARD_LINEAR)
-void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy,
-                                      const Linear<bf16>& W, int N) {
+void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
+                               int N) {
     const LoraArgs lora(W, N);
     if (lora.width()) lora_up_backward(ctx, dh, dB, dx, dy, W, N);
     input_product(ctx, dh, dy, W, lora, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale),
@@ -4339,8 +4325,7 @@ __global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraAr
     add_to_dA(dA, p, blockIdx.z * groups, blockIdx.y * 128, i / 512, i / 2 % 256, i % 2, sum);
 }
 
-void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W,
-                                     int N) {
+void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N) {
     const LoraArgs p(W, N);
     in_groups(p.groups(), [&](auto groups) {
         using S = LoraWeightShape<groups>;
@@ -4391,7 +4376,7 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
 
 #if COMPILED(PART_BACKWARD_SWIGLU)
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,
-                                       const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
+                                const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
     const LoraArgs lora(W, N);
     if (lora.width()) lora_up_backward(ctx, dh, dB, dgate_up, dy, W, N);
     input_product(ctx, dh, dy, W, lora, SwigluBackwardEpilogue<true>(dgate_up, hidden, gate_up, W.in, lora),
@@ -4980,8 +4965,8 @@ __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const f
     m[i] = mi, v[i] = vi, p[i] = pi;
     stored[i] = round_bf16(pi * a.copy);
 }
-void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm,
-                      size_t n, const AdamW& a) {
+void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+               const AdamW& a) {
     const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
     const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
     const float keep = (float)(1 - (double)a.lr * a.decay);

@@ -1,5 +1,5 @@
-// model/sample.cu: sample (model/sampling.h) on a GPU, and the next step's batch. The same bits, since probabilities are
-// integers and every float step is rounded alike.
+// model/sample.cu: sample (model/sampling.h) on a GPU, and the next step's batch. The bits are those of a CPU, since
+// probabilities are integers and every float step is rounded alike.
 #ifdef QWEN3_GPU
 #include "qwen3.cu"
 
@@ -14,6 +14,12 @@ inline constexpr int DRAW_THREADS = 1024;
 inline constexpr int LIST = DRAW_THREADS; // a thread an entry
 inline constexpr int BINS = 2048;         // of 1/64 of the exponent
 inline constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
+
+// The logit of draw_key(logit, id).
+__device__ inline float logit_of(unsigned long long key) {
+    const uint32_t u = (uint32_t)(key >> 32);
+    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
+}
 
 // The sum over the threads before this one.
 __device__ inline unsigned long long block_sum_before(unsigned long long x) {

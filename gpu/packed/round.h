@@ -2,6 +2,17 @@
 #pragma once
 #include "qwen3.cu"
 
+#ifdef __CUDACC__ // (an emulation has its own)
+__device__ inline uint32_t pack_e4m3(float first, float second) { // the first in the lower byte; see float_to_e4m3
+#if __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
+#endif
+}
+#endif
 // `largest`: the bits of a group's largest number, without sign; from 0x7f80 on it is not finite.
 struct GroupRounding {
     float by, factor;
