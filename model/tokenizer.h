@@ -151,7 +151,11 @@ struct Tokenizer {
     }
     uint32_t rank_of(uint32_t left, uint32_t right) const;
 
+    void need(bool condition, const char* fault) const; // else the file is bad
     void load_tokens();
+    void load_merges();
+    void load_properties(const uint32_t* range, uint32_t n);
+    void check_compositions() const;
     void load_shortcuts();
     void decompose(std::vector<uint32_t>& out, uint32_t c) const;
     uint32_t compose(uint32_t a, uint32_t b) const;

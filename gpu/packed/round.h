@@ -28,7 +28,7 @@ __device__ __forceinline__ uint32_t larger(uint32_t largest, uint32_t pair) {
     return max(largest, max(pair & 0x7fff, pair >> 16 & 0x7fff));
 }
 template <int LANES> __device__ __forceinline__ uint32_t largest_of(uint32_t largest) { // neighbours, for all of them
-    #pragma unroll
+    GPU_UNROLL
     for (int other = LANES / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
     return largest;
 }
