@@ -112,7 +112,7 @@ void swiglu(T* out,           // (N,F) out
 
 // ---- fill_rope: cosine and sine of RoPE's angles. Numbers i and i + D/2 of a head form plane i. Its angle is
 // position * theta^(-2i/D), computed in float (for double in double), as Hugging Face does. `scaling` changes these
-// frequencies, and the length of (cosine, sine), for positions beyond those of training.
+// frequencies (scale_frequencies, model/rope.h), and the length of (cosine, sine), for positions beyond training's.
 template <class A>
 void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
                int positions, int D, double theta, const RopeScaling& scaling = {}) {
@@ -273,7 +273,7 @@ void norm_linear_swiglu(T* out,          // (N,F) out
 template <class T>
 void mlp(acc<T>* out,                // (N,C) out
          T* hidden,                  // (N,F) out: swiglu's
-         T* both,                    // (N,2F) out: gate and up; may be null on a GPU
+         T* both,                    // (N,2F) out: gate, up; may be null on a GPU
          T* normed,                  // (N,C) scratch, as norm_linear's
          const acc<T>* x,            // (N,C)
          const T* w,                 // (C)
@@ -345,7 +345,8 @@ struct HeadShape { // H, K, D of the notation; eps of the heads' norms
     int H, K, D;
     float eps = 0;
 };
-template <class T> struct LayerCache { T *keys, *values; }; // (pages, K, 16, D) each: one layer of a KVCache
+// One layer of a KVCache, (pages, K, 16, D) each. store_kv and KVRow (model/kv_cache.h) write and read a row of D.
+template <class T> struct LayerCache { T *keys, *values; };
 template <class T> struct HeadNorms {
     const T *q, *k;     // (D) weights of the heads' norms
     const acc<T>* rope; // (positions, D/2, 2) cosine and sine
@@ -683,8 +684,8 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
     Arena arena;
     Activations<T> a;
     KVCache<T> kv;
-    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); }; // counts, then hands out
-    plan(), arena.allocate("generate"), plan();
+    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); };
+    plan(), arena.allocate("generate"), plan(); // the first time it counts bytes, the second it sets pointers
     for (size_t done = 0; ids.size() < context;) { // the prompt, then one id at a time
         const int N = (int)(ids.size() - done), last = N - 1;
         const Batch b = {N, 1, &ids[done], &pos[done], &seq[done], &pos[done], pages.data(), (int)pages.size(), N == 1};
@@ -754,7 +755,7 @@ void head_loss(acc<T>* loss,   // (R) out
 }
 
 // Distillation (Agarwal et al., "On-policy distillation of language models: learning from self-generated mistakes",
-// 2024, equation 1). m is beta p + (1 - beta) q, of the teacher's p and the student's q.
+// 2024, equation 1). p is the teacher's distribution, q the student's, m = beta p + (1 - beta) q.
 struct Distillation {
     float beta = 0;        // D = beta KL(p || m) + (1 - beta) KL(q || m); 0: KL(p || q), 1: KL(q || p)
     float temperature = 1; // p = softmax(teacher / temperature), q = softmax(logits / temperature)
@@ -1198,11 +1199,11 @@ template <class T> struct Flow {
     acc<T>* parts;   // scratch of head_loss_gpu
     T* picked;       // (head_rows,C) rows of Activations::normed, not a gradient
     int head_rows;   // rows that go through the head at once
-    T* rows;         // of experts: (N,C) the y of one
-    acc<T>* sum;     // ... (N,C) of their input
-    acc<T>* share;   // ... (N,k) of their shares
-    T* scores;       // ... (N,E) of the router's scores
-    acc<T>* slope;   // ... (E) of balance_loss; null: it is not trained
+    T* rows;         // experts: (N,C) rows of y, of the tokens of one expert
+    acc<T>* sum;     // experts: (N,C) of their input
+    acc<T>* share;   // experts: (N,k) of their shares
+    T* scores;       // experts: (N,E) of the router's scores
+    acc<T>* slope;   // experts: (E) of balance_loss; null: it is not trained
 
     void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu); // model/plans.cpp
 };
@@ -1235,9 +1236,9 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     }
 }
 
-// The load-balancing loss of a batch that went forward, E sum_e f_e P_e: f_e is how many tokens have expert e, P_e the
-// sum of their p, both of all layers and divided by tokens times layers. (Fedus et al., section 2.2.) slope_e becomes
-// the gradient of `scale` times the loss with respect to any p_e.
+// The load-balancing loss of a batch that went forward: E sum_e f_e P_e (Fedus et al., section 2.2). f_e is the number
+// of tokens that have expert e, P_e the sum of p_e over all tokens; both are sums over the layers, divided by tokens
+// times layers. slope_e becomes the gradient of `scale` times the loss with respect to each p_e.
 template <class T>
 double balance_loss(acc<T>* slope, // (E) out
                     const Config& c, const Activations<T>& a, const Batch& b, double scale) {
