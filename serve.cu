@@ -233,7 +233,7 @@ static Options parse_options(int argc, char** argv) {
 // The first signal starts a drain: work in progress finishes. A second one, or one during loading, exits at once.
 // A signal may interrupt any thread: hence the atomics.
 static void on_signal(int) {
-    if (loading || stopping.exchange(true)) _exit(130);
+    if (loading || stopping.exchange(true)) leave(130);
     interrupted = 1; // stops the lookups of batches; those of other requests finish
 }
 

@@ -28,7 +28,7 @@ OutputFile::OutputFile(const std::string& p) : path(p) {
     struct stat st;
     bool special = stat(p.c_str(), &st) == 0 && !S_ISREG(st.st_mode);
     if (special && S_ISDIR(st.st_mode)) DIE("%s: is a directory", p.c_str());
-    if (!special) temporary = p + format(".tmp%d", (int)getpid());
+    if (!special) unfinished.emplace(temporary = p + format(".tmp%d", (int)getpid()));
     file = fopen(special ? p.c_str() : temporary.c_str(), "wb");
     if (!file) DIE("%s: %s", p.c_str(), strerror(errno));
 }
@@ -46,7 +46,7 @@ void OutputFile::commit() {
     if (!ok) DIE("%s: %s", path.c_str(), strerror(fault));
     if (!temporary.empty() && rename(temporary.c_str(), path.c_str()) != 0)
         DIE("%s: %s", path.c_str(), strerror(errno));
-    temporary.clear();
+    temporary.clear(), unfinished.reset();
 }
 
 uint64_t fnv1a(const void* bytes, size_t n, uint64_t hash) {

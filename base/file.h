@@ -3,9 +3,12 @@
 //   MappedFile m(path)      the bytes of a file, read-only, for as long as m lives
 //   OutputFile o(path)      a file that appears under its name only when it is complete
 //   write_text(path, text), make_folder(path), same_file(path, path)
+//   text_of(path), must_exist(option, path), must_be_writable(option, path), must_be_new(option, path, overwrite)
 #pragma once
 #include "base/error.h"
+#include "base/unfinished.h"
 #include <cerrno>
+#include <optional>
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -26,11 +29,12 @@ struct MappedFile {
 };
 
 // A file written under a temporary name in the same folder and renamed by commit(): readers see the whole
-// new file or the old one, never half of it. Without commit() the destructor removes what was written.
+// new file or the old one, never half of it. Without commit() the destructor removes the file, as a signal does.
 // A path that exists and is no regular file (/dev/stdout, a FIFO) is written in place.
 struct OutputFile {
     std::string path, temporary;
     FILE* file = nullptr;
+    std::optional<Unfinished> unfinished;
 
     explicit OutputFile(const std::string& p);
     OutputFile(const OutputFile&) = delete;

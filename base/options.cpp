@@ -1,9 +1,10 @@
 #include "base/options.h"
+#include "base/text.h"
+#include "base/unfinished.h"
 
 void take_signals(std::initializer_list<int> stop, std::initializer_list<int> ignored) {
     struct sigaction action = {};
-    action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = (int)SA_RESETHAND;
+    action.sa_handler = [](int number) { interrupted = 1, signal(number, end_by_signal); };
     for (int s : stop) sigaction(s, &action, nullptr);
     for (int s : ignored) signal(s, SIG_IGN);
 }
@@ -93,7 +94,7 @@ std::vector<std::string> parse(const std::vector<Option>& table, int argc, char*
 }
 
 void stdout_failed() {
-    if (errno == EPIPE) signal(SIGPIPE, SIG_DFL), raise(SIGPIPE);
+    if (errno == EPIPE) end_by_signal(SIGPIPE);
     DIE("standard output: %s", strerror(errno));
 }
 

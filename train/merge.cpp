@@ -59,7 +59,8 @@ void check_merge(const TrainOptions& o, const ModelFile& file) {
 static void write_merged_as(const TrainOptions& o, const ModelFile& file, const AdapterFile& adapter) {
     if (o.merge_as.empty()) return write_merged(file, adapter, o.merge);
     struct Removed {
-        std::string path;
+        const std::string path;
+        const Unfinished unfinished{path};
         ~Removed() { unlink(path.c_str()); }
     } const whole = {format("%s.%d.bin", o.merge.c_str(), (int)getpid())};
     write_merged(file, adapter, whole.path);

@@ -827,10 +827,10 @@ TEST_CASE("Ctrl-C ends an answer, keeps what was said, and leaves no half file")
         all.insert(all.end(), more.begin(), more.end());
         return all;
     };
-    auto interrupted_when = [](Process& p, auto ready) {
+    auto interrupted_when = [](Process& p, auto ready, int number = SIGINT) {
         for (int i = 0; i < 4000 && !ready(); i++) std::this_thread::sleep_for(std::chrono::milliseconds(5));
         REQUIRE(ready());
-        REQUIRE(kill(p.pid, SIGINT) == 0);
+        REQUIRE(kill(p.pid, number) == 0);
         return p.wait();
     };
     const std::string whole = out_of(ask({"-n", "100"}));
@@ -870,12 +870,12 @@ TEST_CASE("Ctrl-C ends an answer, keeps what was said, and leaves no half file")
         CHECK(r.out == "");
         CHECK(s.count() == files);
     }
-    {
+    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
         const size_t files = s.count();
         Process p({"--synthesize", "0.6B", s / "big", "-j", "1"});
-        Result r = interrupted_when(p, [&] { return s.count() > files; });
+        Result r = interrupted_when(p, [&] { return s.count() > files; }, number);
         INFO(r.err);
-        CHECK(r.signal == 0);
+        CHECK(r.signal == (number == SIGINT ? 0 : number));
         CHECK(r.status != 0);
         CHECK(r.out == "");
         CHECK(s.count() == files);
