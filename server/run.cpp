@@ -34,9 +34,8 @@
 
 namespace server {
 
-// Everything the answers of a batch depend on, except its requests: a JSON object.
-static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
-                                 const Tokenizer& tokenizer, const Documents* documents) {
+std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
+                          const Tokenizer& tokenizer, const Documents* documents) {
     sj::Writer w;
     w.object();
     if (!o.batch.empty()) {
