@@ -61,5 +61,18 @@ std::string program_folder(); // of the running program, without a last slash; "
 // Makes a folder and its missing parents.
 void make_folder(const std::string& path);
 
+// The text of a file in UTF-8, without a byte order mark. Another encoding is refused.
+std::string text_of(const std::string& path);
+void must_be_text(const std::string& path, std::string_view bytes); // those of the file
+
+// ---- The paths of options, checked before a model is loaded. Error: "OPTION PATH: the fault".
+// A file or folder that can be read. is_file: it can be mapped.
+void must_exist(const char* option, const std::string& path, bool is_file);
+// A file that can be written; as a folder, it and its parents may be missing.
+void must_be_writable(const char* option, const std::string& path, bool is_folder = false);
+// The same for a file that no command makes again in seconds: without `overwrite` an existing one is refused.
+void must_be_new(const char* option, const std::string& path, bool overwrite);
+void must_not_exist(const std::string& path); // the same for answers, which have no --overwrite
+
 // True if both exist and are the same file or folder.
 bool same_file(const std::string& a, const std::string& b);

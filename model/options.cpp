@@ -25,7 +25,7 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
         table.push_back({"", "--kv-dtype", "NAME", "type of the KV cache: same as the model, or fp8: half the memory",
          one_of(kv_dtype, {"same", "fp8"})});
         table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, for example train_lora's output",
-                         file_name(adapter)});
+                         existing(adapter)});
         table.push_back({"", "--invariant", "",
          "on a GPU: a row's bits do not depend on its batch (slower; always so on\n"
          "a CPU)", flag(invariant)});
@@ -44,7 +44,7 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
     table.push_back({"", "--yarn-orig-ctx", "N", "... which is N tokens (default: the config's, or the model's limit)",
          whole(rope_original, 1, 1 << 24)});
     table.push_back({"-z", "--tokenizer", "FILE",
-     "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});
+     "default: tokenizer.bin beside the model, beside the program, or here", existing_file(tokenizer)});
     table.push_back({"-h", "--help", "", "print this text", flag(help)});
 }
 

@@ -2298,7 +2298,7 @@ TEST_CASE("/convert: the text of a document, by the programs of --docs; what can
         check_refused(r, 415, "name");
         CHECK(message(r).find(name + std::string(": PDF, DOCX, ODT, EPUB and HTML are converted")) == 0);
     }
-    for (const std::string& query : Strings{"", "?name=", "?name=" + std::string(201, 'a')}) check_refused(convert(query, "%PDF-"), 400, "name");
+    for (const std::string& query : Strings{"", "?name=", "?name=" + std::string(201, 'a'), "?name=%ff.pdf"}) check_refused(convert(query, "%PDF-"), 400, "name");
     check_refused(convert("?name=x.pdf", ""), 400);
     check_refused(convert("?name=x.pdf", "%PDF-", "application/json"), 415);
     check_refused(convert("?name=x.pdf", "%PDF-", "application/octet-stream", "bad"), 401);
