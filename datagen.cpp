@@ -13,6 +13,7 @@
 //
 // Here: options, the table of commands, main. A command is a file of book/, under its name.
 #include "base/error.h"
+#include "base/file.h"
 #include "base/options.h"
 #include "book/arguments.h"
 #include "book/chunk.h"
@@ -31,6 +32,7 @@
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -119,8 +121,12 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--name", "NAMES", "names of datasets in dataset_info.json, with commas between them; needed to\n"
          "read one", {}},
     };
-    for (auto& o : table)
-        o.set = [&a, key = std::string(*o.brief ? o.brief : o.name)](const char*, const char* v) { a.given[key] = v; };
+    for (auto& o : table) {
+        const bool path = strstr(o.value, "FILE") || strstr(o.value, "DIR"); // (of any bytes)
+        o.set = [&a, key = std::string(*o.brief ? o.brief : o.name), path](const char* option, const char* v) {
+            path ? void(a.given[key] = v) : text(a.given[key])(option, v);
+        };
+    }
     return table;
 }
 
@@ -142,6 +148,21 @@ static std::string usage() {
     Arguments none;
     all += "\nEvery command takes -o FILE, --data DIR and --help. - as an input file is standard input.\n";
     return all + help_text(option_table(none));
+}
+
+// No output replaces a file that the command reads.
+static void must_differ(const Command& c, const Arguments& a) {
+    Strings in = a.files, out;
+    if (c.run == run_pack) out.push_back(in.back()), in.pop_back();
+    for (const char* name : {"--chunks", "--again", "--terms", "-z"})
+        if (a.has(name)) in.push_back(a.text(name));
+    for (const char* name : {"-o", "--dropped", "--journal", "--json"})
+        if (a.has(name)) out.push_back(a.text(name));
+    const std::string folder = a.text("-o", ".");
+    if (c.run == run_split) out.insert(out.end(), {folder + "/train.jsonl", folder + "/test.jsonl"});
+    for (auto& to : out)
+        for (auto& from : in)
+            if (same_file(to, from)) DIE("%s: is read by this command", to.c_str());
 }
 
 static int run(int argc, char** argv) {
@@ -166,6 +187,7 @@ static int run(int argc, char** argv) {
         if (help) return print_help(usage.c_str(), table), 0;
         if (a.files.size() < c.fewest || a.files.size() > c.most)
             DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
+        must_differ(c, a);
         return c.run(a);
     }
     DIE("unknown command %s; datagen --help lists them", name.c_str());

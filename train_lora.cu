@@ -57,6 +57,8 @@
 #include "train/folder.h"
 #include "train/merge.h"
 #include "train/options.h"
+#include "train/reward_model.h"
+#include "train/rewards.h"
 #include "train/run.h"
 #include <cstdio>
 #include <memory>
@@ -96,11 +98,6 @@ static void must_fit(const TrainOptions& o, const Dataset& set) {
     if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
 }
 
-// A teacher's probabilities are of the student's ids.
-static bool same_ids(const std::string& vocabulary, const ModelFile& student, const ModelFile& teacher) {
-    return student.config.V == teacher.config.V && fits(vocabulary, teacher);
-}
-
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
 static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::unique_ptr<Dataset>& data,
                             std::unique_ptr<Dataset>& eval) {
@@ -109,6 +106,10 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
     tell_differences(o, tokenizer);
     if (!o.teacher.empty() && !same_ids(vocabulary, file, ModelFile(o.teacher)))
         DIE("%s: its vocabulary is not that of %s: --teacher needs the same", o.teacher.c_str(), o.model.c_str());
+    for (auto& name : o.rl.rewards)
+        if (const Reward reward = make_reward(name, o.rl.timeout); !reward.of) // a reward model reads the same ids
+            if (!same_ids(vocabulary, file, ModelFile(reward_base(reward.name))))
+                DIE("--reward %s: its vocabulary is not that of %s", reward.name.c_str(), o.model.c_str());
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash(),

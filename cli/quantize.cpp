@@ -27,6 +27,7 @@ int quantize(const Options& o, bool asks_more) {
     const ModelFile file = open_model(o);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.quantize_to)) DIE("--quantize %s: is the model itself", o.quantize_to.c_str());
+    must_be_new("--quantize", o.quantize_to, o.overwrite);
     Quantization how;
     how.format = o.quantize == "int4" ? Format::INT4 : o.quantize == "int8" ? Format::INT8 : Format::FP8;
     how.group = o.group ? o.group : 128;
@@ -34,7 +35,7 @@ int quantize(const Options& o, bool asks_more) {
     how.window = std::min(how.window, file.config.max_positions);
     if (!o.calibrate.empty()) {
         const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
-        how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
+        how.text = tokenizer.encode(text_of(o.calibrate), false);
         if (how.windows() == 0)
             DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),
                 how.window);

@@ -48,7 +48,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     std::vector<Option> table = {
         {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options add to its own",
-         file_name(o.recipe)},
+         existing_file(o.recipe)},
         {"-o", "--output", "DIR", "output folder: adapter, log, loss curve, checkpoint", file_name(o.out)},
         {"", "--full", "", "train all parameters and write OUT/model.bin (default: LoRA)", flag(o.full)},
         {"", "--rank", "N", "LoRA rank (default 32)", lora(whole(o.lora.rank, 1, MAX_RANK))},
@@ -63,7 +63,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--neftune-alpha", "X", "NEFTune: noise on the embeddings in training (default 0)",
          number(o.neftune, 0, 1e6)},
         {"", "--adapter-init", "DIR", "start from this adapter, with its rank, alpha and targets",
-         file_name(o.adapter_init)},
+         existing(o.adapter_init)},
         {"", "--dpo", "", "train on pairs of a chosen and a rejected answer; below, read \"row\" as\n"
          "\"pair\"", loss(losses[0])},
         {"", "--ipo", "", "... with IPO's squared loss", loss(losses[1])},
@@ -106,7 +106,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
          grpo(number(rl.kl_beta, 0, 1e6))},
         {"", "--mask-truncated", "", "... ignore answers without an end token (default: off)", grpo(flag(rl.mask_truncated))},
         {"", "--teacher", "MODEL", "train on the next-token probabilities of a larger model with the same\n"
-         "vocabulary, over the rows' answers", file_name(o.teacher)},
+         "vocabulary, over the rows' answers", existing(o.teacher)},
         {"", "--distil-beta", "X", "... 0: KL from the teacher to the model; 1: the reverse; between:\n"
          "Jensen-Shannon divergence (default 0)", distil(number(o.distil.beta, 0, 1))},
         {"", "--distil-temp", "X", "... temperature of both models' probabilities (default 1)",

@@ -194,6 +194,7 @@ template <class T> struct Trainer {
     Begun check_state(const char* name, const Metadata& metadata) const;
 };
 
-// The settings of a run: if any of them differs, --resume refuses.
+// The settings of a run: if any of them differs, --resume refuses. (The model's hash covers --rope-scaling.) test_train
+// lists every option under them or not.
 std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dataset& data, int64_t steps,
                          const char* type);
