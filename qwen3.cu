@@ -804,6 +804,51 @@ void distillation(const Distilled<acc<T>>& out, // (R) out
     }
 }
 
+// Distillation from a file: the teacher's log-probabilities of some ids, as an endpoint reports them. Both distributions
+// become J outcomes: those ids, and all other ids together, the tail. `distillation` compares them as J logits; a
+// temperature above or below 1 is of the outcomes.
+template <class A> constexpr A NEVER = (A)-1e30; // the logit of an outcome without an id
+// ---- gather_outcomes: z[r][j] = logits[r][id[r][j]] for j < J - 1, and z[r][J - 1] = log(sum of e^logits[r][v] over all
+// other v). The named logits become NEVER, so that scatter_outcomes finds the others.
+template <class A>
+void gather_outcomes(A* z,          // (R,J) out
+                     A* tail,       // (R) out: z[r][J - 1]
+                     A* logits,     // (R,V) in and out
+                     const int* id, // (R,J) distinct; -1: no id, as in the last column
+                     int R, int J, int V) {
+    for (int r = 0; r < R; r++) {
+        A *s = logits + (size_t)r * V, *to = z + (size_t)r * J;
+        for (int j = 0; j < J - 1; j++) {
+            const int v = id[(size_t)r * J + j];
+            to[j] = v < 0 ? NEVER<A> : s[v];
+            if (v >= 0) s[v] = NEVER<A>;
+        }
+        to[J - 1] = tail[r] = log_sum(s, V, (A)1);
+    }
+}
+// ---- scatter_outcomes: dlogits[r][id[r][j]] = dz[r][j]; of all other v dz[r][J - 1] e^(logits[r][v] - tail[r]).
+// dlogits is in the memory of logits: row r begins where row r of logits began. Likewise dz in that of z.
+template <class T>
+void scatter_outcomes(T* dlogits,          // the memory of logits
+                      acc<T>* logits,      // (R,V) as gather_outcomes left them; become dlogits
+                      const T* dz,         // (R, ld), J numbers of each row
+                      size_t ld,           // numbers from one row to the next
+                      const acc<T>* tail,  // (R)
+                      const int* id,       // (R,J)
+                      int R, int J, int V) {
+    for (int r = 0; r < R; r++) {
+        const acc<T>* s = logits + (size_t)r * V;
+        uint8_t* to = (uint8_t*)dlogits + (size_t)r * V * sizeof(acc<T>);
+        const acc<T> of_tail = to_acc(dz[r * ld + J - 1]);
+        for (int v = 0; v < V; v++) { // as in cross_entropy
+            const T d = to_stored<T>(of_tail * std::exp(s[v] - tail[r]));
+            memcpy(to + v * sizeof(T), &d, sizeof(T));
+        }
+        for (int j = 0; j < J - 1; j++)
+            if (const int v = id[(size_t)r * J + j]; v >= 0) memcpy(to + v * sizeof(T), &dz[r * ld + j], sizeof(T));
+    }
+}
+
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
 template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
@@ -4475,6 +4520,50 @@ distillation_kernel(Distilled<float> out, float* logits, DistillationRows<float>
         if (v < V) store_four((bf16*)row + v, make_float4(g[0], g[1], g[2], g[3]));
     }
 }
+
+// ---- gather_outcomes, scatter_outcomes. A block of 512 threads a row, a thread four neighbouring ids of every 2,048, as
+// in distillation_kernel. Bound by memory bandwidth: a row of logits is read for the sum, and again for the gradient.
+__global__ void __launch_bounds__(DISTIL_THREADS)
+gather_outcomes_kernel(float* z, float* tail, float* logits, const int* id, int J, int V) {
+    __shared__ LogitSums of_warp[DISTIL_WARPS];
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x;
+    float *const row = logits + (size_t)r * V, *const to = z + (size_t)r * J;
+    for (int j = (int)threadIdx.x; j < J - 1; j += DISTIL_THREADS) {
+        const int v = id[(size_t)r * J + j];
+        to[j] = v < 0 ? NEVER<float> : row[v];
+        if (v >= 0) row[v] = NEVER<float>;
+    }
+    __syncthreads();
+    LogitSums all = LogitSums::none();
+    for (int v = (int)threadIdx.x * 4; v < V; v += DISTIL_THREADS * 4) {
+        const float4 s = *(const float4*)(row + v);
+        all.add(s.x, s.x, v, 1), all.add(s.y, s.y, v + 1, 1), all.add(s.z, s.z, v + 2, 1), all.add(s.w, s.w, v + 3, 1);
+    }
+    all = block_join(all, 1, of_warp);
+    if (threadIdx.x == 0) to[J - 1] = tail[r] = all.log_sum(1);
+}
+
+__global__ void __launch_bounds__(DISTIL_THREADS)
+scatter_outcomes_kernel(float* logits, const bf16* dz, size_t ld, const float* tail, const int* id, int J, int V) {
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, first = (int)threadIdx.x * 4;
+    float* const row = logits + (size_t)r * V;
+    bf16* const to = (bf16*)row;
+    const float of_tail = to_acc(dz[r * ld + J - 1]), sum = tail[r];
+    for (int v0 = 0; v0 < V; v0 += DISTIL_THREADS * 4) {
+        const int v = v0 + first;
+        float g[4] = {};
+        for (int i = 0; i < 4 && v < V; i++) g[i] = of_tail * exp2_fast((row[v + i] - sum) * LOG2E);
+        __syncthreads(); // as in distillation_kernel
+        if (v < V) store_four(to + v, make_float4(g[0], g[1], g[2], g[3]));
+    }
+    __syncthreads();
+    for (int j = (int)threadIdx.x; j < J - 1; j += DISTIL_THREADS)
+        if (const int v = id[(size_t)r * J + j]; v >= 0) to[v] = dz[r * ld + j];
+}
 #endif
 #ifdef __CUDACC__
 #if COMPILED(PART_LOSS)
@@ -4482,6 +4571,17 @@ void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, 
                       const DistillationRows<float>& of) {
     if (of.V % 4) DIE("distillation: %d rows of the vocabulary, no multiple of 4", of.V);
     launch(ctx, distillation_kernel, of.R, DISTIL_THREADS, 0, out, logits, of, dlogits != nullptr);
+}
+
+void gather_outcomes_gpu(Context& ctx, float* z, float* tail, float* logits, const int* id, int R, int J, int V) {
+    if (V % 4) DIE("gather_outcomes: %d rows of the vocabulary, no multiple of 4", V);
+    launch(ctx, gather_outcomes_kernel, R, DISTIL_THREADS, 0, z, tail, logits, id, J, V);
+}
+
+void scatter_outcomes_gpu(Context& ctx, bf16*, float* logits, const bf16* dz, size_t ld, const float* tail,
+                          const int* id, int R, int J, int V) {
+    if (V % 4) DIE("scatter_outcomes: %d rows of the vocabulary, no multiple of 4", V);
+    launch(ctx, scatter_outcomes_kernel, R, DISTIL_THREADS, 0, logits, dz, ld, tail, id, J, V);
 }
 
 // Always in tiles of 128: their epilogue computes the softmax's parts. Logits do not leave the chip; their weights in

@@ -99,6 +99,13 @@ template <class T>
 void distillation_cpu(Context& ctx, const Distilled<acc<T>>& out, T* dlogits, acc<T>* logits,
                       const DistillationRows<acc<T>>& of);
 
+// Logits as outcomes, and the outcomes' gradients as those of logits
+template <class A>
+void gather_outcomes_cpu(Context& ctx, A* z, A* tail, A* logits, const int* id, int R, int J, int V);
+template <class T>
+void scatter_outcomes_cpu(Context& ctx, T* dlogits, acc<T>* logits, const T* dz, size_t ld, const acc<T>* tail,
+                          const int* id, int R, int J, int V);
+
 // head_cpu and cross_entropy_cpu
 template <class T>
 void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>* parts,

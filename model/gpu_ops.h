@@ -106,6 +106,9 @@ void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, floa
                    const bf16* x, const LossRows<float>& of, const Linear<bf16>& W);
 void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, float* logits,
                       const DistillationRows<float>& of);
+void gather_outcomes_gpu(Context& ctx, float* z, float* tail, float* logits, const int* id, int R, int J, int V);
+void scatter_outcomes_gpu(Context& ctx, bf16* dlogits, float* logits, const bf16* dz, size_t ld, const float* tail,
+                          const int* id, int R, int J, int V);
 void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
 void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,

@@ -87,8 +87,9 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
         if (name == "kto") w.field("desirable", o.pref.desirable).field("undesirable", o.pref.undesirable);
         w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
     }
-    if (!o.teacher.empty()) {
-        w.field("teacher", hex(ModelFile(o.teacher).hash())).field("distil-beta", (double)o.distil.beta);
+    if (!o.teacher.empty()) w.field("teacher", hex(ModelFile(o.teacher).hash()));
+    if (!o.teacher.empty() || data.taught()) {
+        w.field("distil-beta", (double)o.distil.beta);
         w.field("distil-temp", (double)o.distil.temperature).field("distil-weight", (double)o.distil.weight);
         w.field("on-policy", o.distil.on_policy);
     }

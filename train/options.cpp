@@ -164,10 +164,11 @@ static void check_sampling(const TrainOptions& o) {
 }
 
 static void check_teacher(const TrainOptions& o) {
-    if (o.teacher.empty() && !o.says_distil.empty()) DIE("%s is for --teacher", o.says_distil.c_str());
+    if (o.teacher.empty() && o.distil.on_policy > 0) DIE("--on-policy is for --teacher");
     if (!o.teacher.empty() && (o.preference || o.grpo))
         DIE("--teacher or --%s: not both", o.grpo ? "grpo" : o.preference->name);
     if (!o.teacher.empty() && o.train.empty()) DIE("--teacher is for training");
+    if (!o.says_distil.empty() && o.train.empty()) DIE("%s is for training", o.says_distil.c_str());
 }
 
 static void check_reward_model(const TrainOptions& o) {

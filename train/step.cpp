@@ -86,7 +86,7 @@ void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, 
     preferences = {};
     const OnBatch add = [&](const Batch& b, size_t first, int R) {
         if (o.preference) sum += preferences_backward(from, &list[first], b, R, to, scale);
-        else if (teacher) distil_backward(b, R, to, scale, o.distil);
+        else if (distils(from)) distil_backward(b, R, to, scale, o.distil);
         else {
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
