@@ -804,12 +804,12 @@ void distillation(const Distilled<acc<T>>& out, // (R) out
     }
 }
 
-// Distillation from a file: the teacher's log-probabilities of some ids, as an endpoint reports them. Both distributions
-// become J outcomes: those ids, and all other ids together, the tail. `distillation` compares them as J logits; a
-// temperature above or below 1 is of the outcomes.
+// Distillation from a file: the teacher's log-probabilities of some ids, as an endpoint reports them. Both
+// distributions become J outcomes: those ids, and all other ids together, the tail. `distillation` compares them as J
+// logits; a temperature above or below 1 is of the outcomes.
 template <class A> constexpr A NEVER = (A)-1e30; // the logit of an outcome without an id
-// ---- gather_outcomes: z[r][j] = logits[r][id[r][j]] for j < J - 1, and z[r][J - 1] = log(sum of e^logits[r][v] over all
-// other v). The named logits become NEVER, so that scatter_outcomes finds the others.
+// ---- gather_outcomes: z[r][j] = logits[r][id[r][j]] for j < J - 1, and z[r][J - 1] = log(sum of e^logits[r][v] over
+// all other v). The named logits become NEVER, so that scatter_outcomes finds the others.
 template <class A>
 void gather_outcomes(A* z,          // (R,J) out
                      A* tail,       // (R) out: z[r][J - 1]
@@ -4521,8 +4521,8 @@ distillation_kernel(Distilled<float> out, float* logits, DistillationRows<float>
     }
 }
 
-// ---- gather_outcomes, scatter_outcomes. A block of 512 threads a row, a thread four neighbouring ids of every 2,048, as
-// in distillation_kernel. Bound by memory bandwidth: a row of logits is read for the sum, and again for the gradient.
+// ---- gather_outcomes, scatter_outcomes. A block of 512 threads a row, a thread four neighbouring ids of every 2,048,
+// as in distillation_kernel. Bound by memory bandwidth: a row of logits is read for the sum, and for the gradient.
 __global__ void __launch_bounds__(DISTIL_THREADS)
 gather_outcomes_kernel(float* z, float* tail, float* logits, const int* id, int J, int V) {
     __shared__ LogitSums of_warp[DISTIL_WARPS];

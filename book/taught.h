@@ -16,8 +16,8 @@ int collect_taught(const Arguments& a); // `datagen collect --rows`: replies to 
 
 bool is_taught(sj::Value row);
 
-// The last answer of a taught row as tokens: the endpoint's own tokens, found in our vocabulary by their bytes. Each has
-// its outcomes, its own first. Alternatives that are not in the vocabulary belong to the rest. Tokens that the endpoint
+// The last answer of a taught row as tokens: the endpoint's own tokens, found in our vocabulary by their bytes. Each
+// has its outcomes, its own first. Alternatives that are not in the vocabulary belong to the rest. Tokens that the endpoint
 // did not report (the end of the answer) are certain.
 struct TaughtRow {
     Words row;

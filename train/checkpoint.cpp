@@ -53,6 +53,11 @@ template <class T> void Trainer<T>::write_result(const std::string& folder, size
         };
         tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
     });
+    params.each_saved([&](const ModelTensor& t, size_t at) {
+        tensors.push_back({saved_name(t), "F32", t.shape(), [&numbers, at, n = t.size()](OutputFile& out) {
+            out.write(&numbers[at], n * sizeof(A));
+        }});
+    });
     if (o.scores())
         tensors.push_back({SCORE_TENSOR, "F32", {1, c.C}, [&](OutputFile& out) {
             out.write(&numbers[params.score], (size_t)c.C * sizeof(A));
@@ -75,6 +80,8 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
     w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
     w.field("shuffle", o.shuffle);
+    if (o.lora.saves() && !o.full)
+        w.field("modules-to-save", format("%d %d", o.lora.embed, o.lora.head));
     if (o.loraplus != 1) w.field("loraplus-ratio", o.loraplus);
     if (o.neftune > 0) w.field("neftune-alpha", o.neftune);
     if (o.ranks->size > 1) w.field("ranks", o.ranks->size);

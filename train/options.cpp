@@ -21,6 +21,16 @@ static void parse_targets(AdapterConfig& lora, const std::string& list) {
     }
 }
 
+static void parse_saved(AdapterConfig& lora, const std::string& list) {
+    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        const std::string one = list.substr(at, end - at);
+        if (one != "embed_tokens" && one != "lm_head")
+            DIE("--modules-to-save: %.40s is none of embed_tokens, lm_head", one.c_str());
+        (one == "lm_head" ? lora.head : lora.embed) = true;
+    }
+}
+
 static std::vector<Option> option_table(TrainOptions& o) {
     auto lora = [&o](Setter set) { // of the adapter
         return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
@@ -46,6 +56,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
     };
     GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
+    const Setter saved = [&o](const char*, const char* v) { parse_saved(o.lora, v); };
     std::vector<Option> table = {
         {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options add to its own",
          file_name(o.recipe)},
@@ -56,6 +67,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... alpha / sqrt(rank) times (default: off)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "adapted matrices: all (default), or some of q,k,v,o,gate,up,down", lora(targets)},
+        {"", "--modules-to-save", "LIST", "matrices to train as a whole beside LoRA: some of embed_tokens,lm_head\n"
+         "(default: none)", lora(saved)},
         {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 on preferences and rewards)",
          number(o.dropout, 0, 0.99)},
         {"", "--loraplus-ratio", "X", "LoRA+: learning rate of B over that of A (default 1)",
@@ -176,6 +189,7 @@ static void check_reward_model(const TrainOptions& o) {
     if (!o.merge.empty()) DIE("--reward-model: its result scores answers, and --merge writes a model of text");
     if (!o.of_loss.empty()) DIE("%s is not for --reward-model", o.of_loss[0].first.c_str());
 }
+    if (o.lora.saves()) DIE("--reward-model trains an adapter and a head: not with --modules-to-save");
 
 static void check_grpo(const TrainOptions& o) {
     const GrpoOptions& rl = o.rl;

@@ -14,6 +14,9 @@ template <class T> void Parameters<T>::measure() {
         count = end.B;
         segments = {{0, end.A, o.weight_decay, 1},
                     {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale(), o.loraplus}};
+        saved = count;
+        each_saved([&](const ModelTensor& t, size_t) { count += t.size(); });
+        if (count > saved) segments.push_back({saved, count - saved, o.weight_decay, 1});
         if (!o.scores()) return;
         score = count, count += c.C;
         segments.push_back({score, (size_t)c.C, o.weight_decay, 1});
@@ -42,14 +45,20 @@ template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
         each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T
             const Tensor& from = file.tensors.at(t.name());
             for (size_t i = 0; i < t.size(); i++) first[at + i] = number(from, i);
+    auto copy = [&](const Tensor& from, size_t at, size_t n) {
+        if (!from.is_float()) DIE("%s: --modules-to-save: the matrix is quantised", from.file.c_str());
+        for (size_t i = 0; i < n; i++) first[at + i] = number(from, i);
+    };
         });
     } else if (!o.adapter_init.empty()) {
-        first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
+        const AdapterFile adapter(o.adapter_init, c);
+        first = adapter_numbers(w, adapter);
         first.resize(count, 0);
     } else {
         size_t drawn = 0; // the same numbers however the rank is rounded up
         each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
             const float bound = 1 / std::sqrt((float)in);
+        each_saved([&](const ModelTensor& t, size_t at) { copy(adapter.tensors.at(saved_name(t)), at, t.size()); });
             for (size_t i = 0; i < rows * in && at < segments[0].n; i++) { // segments[0]: every A
                 const uint32_t bits = philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8;
                 first[at + i] = bound * ((float)bits * (1.f / 8388608) - 1); // 2^23
@@ -59,6 +68,10 @@ template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
     return first;
 }
 
+        each_saved([&](const ModelTensor& t, size_t at) { // a tied model's head begins as its embedding
+            const ModelTensor from = t.kind == HEAD && c.tied ? ModelTensor{EMBED, -1, c.V, c.C} : t;
+            copy(file.tensors.at(from.name()), at, t.size());
+        });
 template <class T> void Parameters<T>::begin(T* first_stored) {
     const std::vector<A> first = first_numbers();
     keep(p, first);
@@ -83,6 +96,7 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
 }
 
 template <class T> void Parameters<T>::give_copies(T* to, const std::vector<A>& from) {
+        each_saved([&](const ModelTensor& t, size_t at) { gradient_of(t) = gradient + at; });
     std::vector<T> copies(count);
     for (const Segment& s : segments)
         for (size_t i = s.first; i < s.first + s.n; i++) copies[i] = to_stored<T>(from[i] * (A)s.copy);
@@ -98,6 +112,7 @@ template <class T> void Parameters<T>::use(T* copies) {
 }
 
 // ---- Places
+    each_saved([&](const ModelTensor& t, size_t at) { saved_in(w, t) = saved_linear<T>(t, copies + at); });
 
 template <class T>
 void Parameters<T>::each_tensor(const std::function<void(const ModelTensor& tensor, size_t at)>& f) const {
@@ -117,6 +132,7 @@ template <class T> void Parameters<T>::each_range(const std::function<void(size_
 }
 
 template <class T> typename Gradients<T>::OfLinear& Parameters<T>::gradient_of_module(const ModuleOf& m) {
+    each_saved([&](const ModelTensor& t, size_t at) { f(at, t.size()); });
     auto& layer = g.layer[m.layer];
     if (m.kind <= O_PROJ) return m.kind == O_PROJ ? layer.o : layer.qkv;
     if (m.expert < 0) return m.kind == DOWN_PROJ ? layer.down : layer.gate_up;
@@ -158,6 +174,7 @@ template <class T> void Parameters<T>::divide() {
     order_of_buckets.resize(buckets.n);
     std::iota(order_of_buckets.begin(), order_of_buckets.end(), (size_t)0);
     std::stable_sort(order_of_buckets.begin(), order_of_buckets.end(),
+    each_saved([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), -1); });
                      [&](size_t a, size_t b) { return lowest[a] > lowest[b]; });
     if (ranks.size > 1)
         g.done = [this](int layer) { if (last_batch && o.overlap) add_up(layer); };

@@ -34,6 +34,7 @@ template <class T> struct Parameters {
     struct Segment { size_t first, n; double decay; float copy; double rate = 1; }; // rate: times the learning rate
     std::vector<Segment> segments;
     size_t count = 0;
+    size_t saved = 0;        // with --modules-to-save: place of the embedding or head, behind the adapter's numbers
     size_t score = 0;        // with --reward-model: place of the head (C), behind the adapter's numbers
     int rank = 0;            // of adapters in this layout
     A *p, *m, *v;            // (own) master parameters, AdamW's moments
@@ -72,6 +73,11 @@ template <class T> struct Parameters {
     void each_tensor(const std::function<void(const ModelTensor& tensor, size_t at)>& f) const;
     // Calls f(first, n) for each range of an array of parameters that files hold: all but the padding zeros.
     void each_range(const std::function<void(size_t first, size_t n)>& f);
+    // With --modules-to-save: calls f(tensor, at) for the embedding and the head that are trained as a whole.
+    template <class F> void each_saved(F f) const {
+        size_t at = saved;
+        for (const ModelTensor& t : saved_tensors(c, o.full ? AdapterConfig() : o.lora)) f(t, at), at += t.size();
+    }
     // Where `backward` finds the gradient of a module's Linear; of any tensor (of a block: of its Linear).
     typename Gradients<T>::OfLinear& gradient_of_module(const ModuleOf& m);
     A*& gradient_of(const ModelTensor& t);

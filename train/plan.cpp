@@ -23,7 +23,7 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     part("activations", before), before = arena.used;
     const bool distilled = distils(data) || (eval && distils(*eval));
     const bool halves = distilled && ctx.gpu; // a float's memory holds two bf16
-    const int rows = std::min(halves ? (N + 1) / 2 * 2 : N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS);
+    const int rows = std::min(halves ? (N + 1) / 2 * 2 : N, ctx.gpu ? gpu_head_rows(o.full || o.lora.head) : HEAD_ROWS);
     d.plan(arena, c, N, params.rank, rows, (bool)ctx.gpu);
     d.head_rows = halves ? rows / 2 : rows;
     part("their gradients, logits", before), before = arena.used;

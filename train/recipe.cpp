@@ -169,6 +169,10 @@ struct Translation {
         }
         std::string target = in.take("lora_target", "all");
         target.erase(std::remove(target.begin(), target.end(), ' '), target.end());
+        std::string more = in.take("additional_target");
+        more.erase(std::remove(more.begin(), more.end(), ' '), more.end());
+        if (!more.empty() && !kinds.count("lora")) in.refuse("additional_target", "it is for a new adapter");
+        if (!more.empty()) option("--modules-to-save", more);
         if (kinds.count("lora")) option("--targets", target);
         else if (in.values.count("lora_target")) in.refuse("lora_target", "it is for a new adapter");
         if (in.flag("use_rslora")) option("--rslora");

@@ -22,8 +22,9 @@ template <class T> static RunFacts facts_of(const Trainer<T>& t) {
     RunFacts run;
     run.title = o.model + ", trained on " + o.train, run.what = o.grpo ? "reward" : "loss", run.command = o.command;
     run.units = counted(t.loader.rows.size(), t.loader.unit()), run.steps = t.steps;
-    const std::string lora =
-        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    const std::string whole = std::string(o.lora.embed ? ", embed_tokens" : "") + (o.lora.head ? ", lm_head" : "");
+    const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g%s: ", o.lora.rank, o.lora.alpha,
+                                                  o.dropout, whole.c_str());
     const std::string several = t.ranks.size > 1 ? format("%d x ", t.ranks.size) : "";
     run.lines.push_back(format("%s: %.2f M parameters, %s, %s%s%s; %s%.2f M of them trained", o.model.c_str(),
                                (double)parameters(t.c) / 1e6, type_name(t.w), several.c_str(),

@@ -152,7 +152,7 @@ typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vecto
         }
     const int more = std::is_same_v<From, Groups> + (first_stored != nullptr) + data.labelled();
     const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
-    const double heads = (o.full ? 3 : 2) + (o.preference || o.grpo) + more;
+    const double heads = (o.full || o.lora.head ? 3 : 2) + (o.preference || o.grpo) + more;
     const double R = (double)trained_tokens(from, list), head = o.scores() ? 0 : R * c.V * c.C * heads;
     const double scores = attention * (3.5 + o.recompute + more);
     const double theirs = teacher ? teacher->flops(N, pairs, R) : 0;
