@@ -354,6 +354,12 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
     adamw(stored, p, m, v, g, norm, n, a);
 }
 
+template <class T>
+FLATTEN void adamw8_cpu(Context&, T* stored, acc<T>* p, const Moments8& to, const acc<T>* g, const double* norm,
+                        size_t n, size_t decayed, const AdamW& a) {
+    adamw8(stored, p, to, g, norm, n, decayed, a);
+}
+
 #define INSTANTIATE(T)                                                                                                \
     template void distillation_cpu(Context&, const Distilled<acc<T>>&, T*, acc<T>*,                                   \
                                    const DistillationRows<acc<T>>&);                                                  \
@@ -375,6 +381,8 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
     template void attend_backward_cpu(Context&, T*, const HeadNormGradients<T>&, const T*, const Attended<T>&,        \
                                       const LayerCache<T>&, const T*, const HeadNorms<T>&, const Batch&,              \
                                       const HeadShape&, acc<T>*);                                                     \
+    template void adamw8_cpu(Context&, T*, acc<T>*, const Moments8&, const acc<T>*, const double*, size_t, size_t,    \
+                             const AdamW&);                                                                           \
     template void adamw_cpu(Context&, T*, acc<T>*, acc<T>*, acc<T>*, const acc<T>*, const double*, size_t, const      \
                             AdamW&);
 QWEN3_INSTANCES(INSTANTIATE)

@@ -172,5 +172,8 @@ template <class A> void grad_norm_cpu(Context& ctx, double* norm, double* partia
 
 // One step of AdamW
 template <class T>
+void adamw8_cpu(Context& ctx, T* stored, acc<T>* p, const Moments8& to, const acc<T>* g, const double* norm, size_t n,
+                size_t decayed, const AdamW& a);
+template <class T>
 void adamw_cpu(Context& ctx, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, const acc<T>* g, const double* norm, size_t n,
                const AdamW& a);

@@ -13,6 +13,7 @@ struct AdamW; // qwen3.cu, Book I, has these
 struct Batch;
 struct Config;
 struct HeadShape;
+struct Moments8;
 template <class T> struct Attended;
 template <class T> struct Expert;
 template <class T> struct HeadNormGradients;
@@ -131,6 +132,8 @@ void attend_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>
                          const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, float* delta);
 void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
 void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
+void adamw8_gpu(Context& ctx, bf16* stored, float* p, const Moments8& to, const float* g, const double* norm, size_t n,
+                size_t decayed, const AdamW& a);
 void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
                const AdamW& a);
 

@@ -139,6 +139,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of steps with a rising learning rate (default 0.1)", number(o.warmup, 0, 1)},
         {"", "--weight-decay", "X", "decoupled weight decay of AdamW (default 0.01)", number(o.weight_decay, 0, 10)},
+        {"", "--moments", "N", "bits of AdamW's moments with --full: 32 (default) or 8, in blocks of 256",
+         one_of(o.moments, {"32", "8"})},
         {"", "--clip", "X", "largest gradient norm (default 1; 0: off)", number(o.clip, 0, 1e9)},
         {"", "--no-shuffle", "", "keep the file's order of rows", flag(o.shuffle, false)},
         {"-s", "--seed", "N", "seed of shuffling, dropout and sampling (default 42)", whole(o.seed, 0, INT64_MAX)},
@@ -187,9 +189,9 @@ static void check_teacher(const TrainOptions& o) {
 static void check_reward_model(const TrainOptions& o) {
     if (o.full) DIE("--reward-model trains an adapter and a head: not with --full");
     if (!o.merge.empty()) DIE("--reward-model: its result scores answers, and --merge writes a model of text");
+    if (o.lora.saves()) DIE("--reward-model trains an adapter and a head: not with --modules-to-save");
     if (!o.of_loss.empty()) DIE("%s is not for --reward-model", o.of_loss[0].first.c_str());
 }
-    if (o.lora.saves()) DIE("--reward-model trains an adapter and a head: not with --modules-to-save");
 
 static void check_grpo(const TrainOptions& o) {
     const GrpoOptions& rl = o.rl;
@@ -219,6 +221,7 @@ void check_options(const TrainOptions& o) {
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
         DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
     if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (!o.full && o.moments != "32") DIE("--moments 8 is for --full: an adapter's moments are few");
     if (o.full && o.loraplus != 1) DIE("--full trains the model itself: there is no adapter for --loraplus-ratio");
     if (o.neftune > 0 && (o.preference || o.grpo))
         DIE("--neftune-alpha is for training on answers, not with --%s", o.grpo ? "grpo" : o.preference->name);
