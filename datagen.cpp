@@ -27,6 +27,7 @@
 #include "book/score_command.h"
 #include "book/split.h"
 #include "book/stats.h"
+#include "book/taught.h"
 #include "book/unpack.h"
 #include <algorithm>
 #include <csignal>
@@ -50,11 +51,14 @@ static const Command COMMANDS[] = {
      "needs pdftotext (poppler-utils); HTML, EPUB, DOCX and ODT need pandoc"},
     {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
      run_prompt, "writes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
+    {"ask", "rows.jsonl", "--model --max-tokens --top-logprobs --dropped", 1, 1, run_ask,
+     "writes requests that ask a teacher the rows' questions, for its answers with log-probabilities"},
     {"generate", "requests.jsonl",
      "--url --key-env --model --parallel --timeout --retries --journal --again --dropped", 1, 1, run_generate,
      "sends the requests to an OpenAI-compatible endpoint (--url URL, --key-env VARIABLE)"},
-    {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,
-     "turns the replies into Alpaca rows (--chunks chunks.jsonl)"},
+    {"collect", "responses.jsonl", "--chunks --rows --dropped", 1, 1, run_collect,
+     "turns the replies into Alpaca rows (--chunks chunks.jsonl), or replies to `ask` into rows with the\n"
+     "teacher's log-probabilities (--rows rows.jsonl)"},
     {"filter", "qa.jsonl", "--chunks --terms --skip --lang -z --dropped", 1, 1, run_filter,
      "drops bad and duplicate rows (--chunks chunks.jsonl compares answers with their source)"},
     {"split", "clean.jsonl", "--test --seed --drop-leaks --dropped", 1, 1, run_split,
@@ -85,7 +89,8 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--model", "NAME", "model to ask (default: the one in the requests; generate: else the\n"
          "endpoint's only one)", {}},
         {"", "--max-tokens", "N", "longest reply in tokens; 0: no limit (default: 400, 700, 1500 for each\n"
-         "easy, medium, hard question)", {}},
+         "easy, medium, hard question; ask: no limit)", {}},
+        {"", "--top-logprobs", "N", "likeliest tokens to report at each place (default 20)", {}},
         {"", "--subject", "TEXT", "subject of the book, for the templates (default: not stated)", {}},
         {"", "--examples", "DIR|none", "folder with examples for the templates, such as en/easy.json (default:\n"
          "examples of several everyday subjects)", {}},
@@ -102,6 +107,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--again", "FILE", "collect's dropped file: ask unusable replies again (default: off)", {}},
         {"", "--chunks", "FILE", "output of `chunk`: the source of each row (needed by collect; filter's\n"
          "default: do not compare answers with their source)", {}},
+        {"", "--rows", "FILE", "the rows of `ask`: replies become rows with log-probabilities", {}},
         {"", "--terms", "FILE|auto", "require one of these terms in each row; auto: take the terms from the\n"
          "chunks (default: off)", {}},
         {"", "--skip", "RULE,...", "rules to turn off (default: none)", {}},

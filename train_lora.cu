@@ -19,7 +19,8 @@
    With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model samples, each with the
    reward of rewards.h. Every token has a number of its own (grpo.h), which scales its row of the head's gradient.
 
-   With --teacher the loss of a token compares the distributions of two models (`distillation` in qwen3.cu). With
+   With --teacher the loss of a token compares the distributions of two models (`distillation` in qwen3.cu). Rows with a
+   teacher's log-probabilities give a part of its distribution: some ids, and all others as one (`gather_outcomes`). With
    --reward-model a pair's loss is of two scores, which a head of C numbers computes from the last token's vector.
 
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
@@ -96,6 +97,8 @@ static void must_fit(const TrainOptions& o, const Dataset& set) {
         DIE("%s: pairs of chosen and rejected answers: they need --dpo, --ipo, --simpo, --orpo or --reward-model",
             set.path());
     if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
+    if (set.taught() && (o.grpo || !o.teacher.empty()))
+        DIE("%s: rows with a teacher's log-probabilities: not with %s", set.path(), o.grpo ? "--grpo" : "--teacher");
 }
 
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
@@ -120,6 +123,8 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
         return set;
     };
     data = open(o.train);
+    if (!o.says_distil.empty() && o.teacher.empty() && !data->taught())
+        DIE("%s is for --teacher, or rows with a teacher's log-probabilities", o.says_distil.c_str());
     if (o.eval.empty()) return 0;
     eval = open(o.eval);
     std::set<uint64_t> known;

@@ -104,6 +104,13 @@ template <class T>
 void distillation_cpu(Context& ctx, const Distilled<acc<T>>& out, T* dlogits, acc<T>* logits,
                       const DistillationRows<acc<T>>& of);
 
+// Logits as outcomes, and the outcomes' gradients as those of logits
+template <class A>
+void gather_outcomes_cpu(Context& ctx, A* z, A* tail, A* logits, const int* id, int R, int J, int V);
+template <class T>
+void scatter_outcomes_cpu(Context& ctx, T* dlogits, acc<T>* logits, const T* dz, size_t ld, const acc<T>* tail,
+                          const int* id, int R, int J, int V);
+
 // head_cpu and cross_entropy_cpu
 template <class T>
 void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>* parts,
@@ -169,6 +176,9 @@ template <class A> void embed_backward_cpu(Context& ctx, A* dW, const A* dx, con
 template <class A> void grad_norm_cpu(Context& ctx, double* norm, double* partial, const A* g, size_t n);
 
 // One step of AdamW
+template <class T>
+void adamw8_cpu(Context& ctx, T* stored, acc<T>* p, const Moments8& to, const acc<T>* g, const double* norm, size_t n,
+                size_t decayed, const AdamW& a);
 template <class T>
 void adamw_cpu(Context& ctx, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, const acc<T>* g, const double* norm, size_t n,
                const AdamW& a);

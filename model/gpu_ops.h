@@ -13,6 +13,7 @@ struct AdamW; // qwen3.cu, Book I, has these
 struct Batch;
 struct Config;
 struct HeadShape;
+struct Moments8;
 template <class T> struct Attended;
 template <class T> struct Expert;
 template <class T> struct HeadNormGradients;
@@ -119,6 +120,9 @@ void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, floa
                    const bf16* x, const LossRows<float>& of, const Linear<bf16>& W);
 void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, float* logits,
                       const DistillationRows<float>& of);
+void gather_outcomes_gpu(Context& ctx, float* z, float* tail, float* logits, const int* id, int R, int J, int V);
+void scatter_outcomes_gpu(Context& ctx, bf16* dlogits, float* logits, const bf16* dz, size_t ld, const float* tail,
+                          const int* id, int R, int J, int V);
 void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
 void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
@@ -141,6 +145,8 @@ void attend_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>
                          const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, float* delta);
 void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
 void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
+void adamw8_gpu(Context& ctx, bf16* stored, float* p, const Moments8& to, const float* g, const double* norm, size_t n,
+                size_t decayed, const AdamW& a);
 void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
                const AdamW& a);
 

@@ -57,6 +57,7 @@ struct Tokenizer {
     int rows() const { return most; }                    // ids that may exist, at most
     size_t vocabulary() const { return n_vocabulary; }   // ids that are not added ones only
     bool has(std::string_view token) const { return find_token(token) >= 0; }
+    int id_of(std::string_view token) const { return find_token(token); } // by its bytes; -1: none
     size_t longest() const { return longest_token; } // bytes of a token, at most
     size_t merges() const { return n_merges; }
     std::pair<int, int> merged(size_t rank) const { return {(int)merge[3 * rank], (int)merge[3 * rank + 1]}; }

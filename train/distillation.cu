@@ -115,11 +115,66 @@ distillation_kernel(Distilled<float> out, float* logits, DistillationRows<float>
     }
 }
 
+// ---- gather_outcomes, scatter_outcomes. A block of 512 threads a row, a thread four neighbouring ids of every 2,048,
+// as in distillation_kernel. Bound by memory bandwidth: a row of logits is read for the sum, and for the gradient.
+__global__ void __launch_bounds__(DISTIL_THREADS)
+gather_outcomes_kernel(float* z, float* tail, float* logits, const int* id, int J, int V) {
+    __shared__ LogitSums of_warp[DISTIL_WARPS];
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x;
+    float *const row = logits + (size_t)r * V, *const to = z + (size_t)r * J;
+    for (int j = (int)threadIdx.x; j < J - 1; j += DISTIL_THREADS) {
+        const int v = id[(size_t)r * J + j];
+        to[j] = v < 0 ? NEVER<float> : row[v];
+        if (v >= 0) row[v] = NEVER<float>;
+    }
+    __syncthreads();
+    LogitSums all = LogitSums::none();
+    for (int v = (int)threadIdx.x * 4; v < V; v += DISTIL_THREADS * 4) {
+        const float4 s = *(const float4*)(row + v);
+        all.add(s.x, s.x, v, 1), all.add(s.y, s.y, v + 1, 1), all.add(s.z, s.z, v + 2, 1), all.add(s.w, s.w, v + 3, 1);
+    }
+    all = block_join(all, 1, of_warp);
+    if (threadIdx.x == 0) to[J - 1] = tail[r] = all.log_sum(1);
+}
+
+__global__ void __launch_bounds__(DISTIL_THREADS)
+scatter_outcomes_kernel(float* logits, const bf16* dz, size_t ld, const float* tail, const int* id, int J, int V) {
+    let_next_start();
+    wait_for_previous();
+    const int r = blockIdx.x, first = (int)threadIdx.x * 4;
+    float* const row = logits + (size_t)r * V;
+    bf16* const to = (bf16*)row;
+    const float of_tail = to_acc(dz[r * ld + J - 1]), sum = tail[r];
+    for (int v0 = 0; v0 < V; v0 += DISTIL_THREADS * 4) {
+        const int v = v0 + first;
+        float g[4] = {};
+        for (int i = 0; i < 4 && v < V; i++) g[i] = of_tail * exp2_fast((row[v + i] - sum) * LOG2E);
+        __syncthreads(); // as in distillation_kernel
+        if (v < V) store_four(to + v, make_float4(g[0], g[1], g[2], g[3]));
+    }
+    __syncthreads();
+    for (int j = (int)threadIdx.x; j < J - 1; j += DISTIL_THREADS)
+        if (const int v = id[(size_t)r * J + j]; v >= 0) to[v] = dz[r * ld + j];
+}
+
 #ifdef __CUDACC__
 void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, float* logits,
                       const DistillationRows<float>& of) {
     if (of.V % 4) DIE("distillation: %d rows of the vocabulary, no multiple of 4", of.V);
     launch(ctx, distillation_kernel, of.R, DISTIL_THREADS, 0, out, logits, of, dlogits != nullptr);
+}
+
+void gather_outcomes_gpu(Context& ctx, float* z, float* tail, float* logits, const int* id, int R, int J, int V) {
+    if (V % 4) DIE("gather_outcomes: %d rows of the vocabulary, no multiple of 4", V);
+    launch(ctx, gather_outcomes_kernel, R, DISTIL_THREADS, 0, z, tail, logits, id, J, V);
+}
+
+void scatter_outcomes_gpu(Context& ctx, bf16*, float* logits, const bf16* dz, size_t ld, const float* tail,
+                          const int* id, int R, int J, int V) {
+    if (V % 4) DIE("scatter_outcomes: %d rows of the vocabulary, no multiple of 4", V);
+    launch(ctx, scatter_outcomes_kernel, R, DISTIL_THREADS, 0, logits, dz, ld, tail, id, J, V);
 }
 #endif
 #endif

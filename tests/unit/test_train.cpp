@@ -882,7 +882,7 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
     for (auto& [from, to, word] : std::vector<std::array<std::string, 3>>{
              {"\"use_dora\": false", "\"use_dora\": true", "use_dora = true is not supported"},
              {"\"bias\": \"none\"", "\"bias\": \"all\"", "bias = \"all\" is not supported"},
-             {"\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]", "modules_to_save = [\"lm_head\"] is not supported"},
+             {"\"modules_to_save\": null", "\"modules_to_save\": [\"norm\"]", "modules_to_save has \"norm\": embed_tokens and lm_head are supported"},
              {"\"rank_pattern\": {}", "\"rank_pattern\": {\"q_proj\": 8}", "rank_pattern = {\"q_proj\": 8} is not supported"},
              {"\"alpha_pattern\": {}", "\"alpha_pattern\": {\"q_proj\": 8}", "alpha_pattern = {\"q_proj\": 8} is not supported"},
              {"\"fan_in_fan_out\": false", "\"fan_in_fan_out\": true", "fan_in_fan_out"},
