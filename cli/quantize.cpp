@@ -71,8 +71,8 @@ int quantize(const Options& o, bool asks_more) {
     const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
                                                                         how.windows(), how.window);
     if (experts.some)
-        fprintf(stderr, "%d of %d experts have fewer of the text's tokens than columns, %d of them none: rounded to the "
-                        "nearest\n", experts.some, experts.all, experts.unreached);
+        fprintf(stderr, "%d of %d experts have fewer of the text's tokens than columns, %d of them none: rounded to "
+                        "the nearest\n", experts.some, experts.all, experts.unreached);
     fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),
             (double)parameters(file.config) / 1e6, (double)size / 1e6, by.c_str(), seconds() - start);
     return 0;
