@@ -41,7 +41,8 @@ int quantize(const Options& o, bool asks_more) {
                 how.window);
     }
     Context ctx;
-    if (!o.device.empty() || !how.text.empty()) ctx = choose_device(o, file);
+    // (Experts are calibrated on the CPU.)
+    if (!o.device.empty() || (!how.text.empty() && !file.config.E)) ctx = choose_device(o, file);
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
@@ -52,8 +53,10 @@ int quantize(const Options& o, bool asks_more) {
         progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
     };
     const double start = seconds();
+    RoundedExperts experts;
     const auto quantize = [&] {
-        return wide(o, file) ? quantize_model<float>(file, how, ctx) : quantize_model<bf16>(file, how, ctx);
+        return wide(o, file) ? quantize_model<float>(file, how, ctx, &experts)
+                             : quantize_model<bf16>(file, how, ctx, &experts);
     };
     std::vector<OutTensor> tensors;
     try {
@@ -68,6 +71,9 @@ int quantize(const Options& o, bool asks_more) {
     const size_t size = write_safetensors(o.quantize_to, file.metadata(quantized_config(file, how)), tensors);
     const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
                                                                         how.windows(), how.window);
+    if (experts.some)
+        fprintf(stderr, "%d of %d experts have fewer of the text's tokens than columns, %d of them none: rounded to "
+                        "the nearest\n", experts.some, experts.all, experts.unreached);
     fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),
             (double)parameters(file.config) / 1e6, (double)size / 1e6, by.c_str(), seconds() - start);
     return 0;
