@@ -132,8 +132,8 @@ void bench(const Options& o, const LoadedModel& model) {
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
     const std::unique_ptr<ReadTest> memory(gpu ? nullptr : new ReadTest);
-    const Ceilings ceiling = model.wide ? measure_ceilings<float>(o.ctx, model.packed(), memory.get())
-                                        : measure_ceilings<bf16>(o.ctx, model.packed(), memory.get());
+    const Ceilings ceiling = model.wide ? measure_ceilings<float>(o.ctx, memory.get())
+                                        : measure_ceilings<bf16>(o.ctx, memory.get());
     ReadTest* beside = weight_bytes < 0.5e9 ? nullptr : memory.get(); // it would evict a small model from the caches
     std::vector<BenchRow> rows;
     session.feed(random_ids(16, c.V)); // pages in the weights

@@ -6,12 +6,16 @@
 #include <immintrin.h>
 
 namespace { // (a type of each source's own: see cpu/loops.h)
+constexpr float CODES[31] = {-15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1, 0,
+                             1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // (Masked forms with all lanes on: g++ 12 warns of the plain ones.)
 struct Avx512 {
     using Vector = __m512;
     using Operand = Vector;
     template <class T> using Input = float;
-    static constexpr int WIDTH = 16, SUMS = 16, ROWS = 4, TOKENS = 4, CHAINS = 2, KEYS = 16, MIXED = 8, OUTER = 12; // 32 registers
+    static constexpr int WIDTH = 16, SUMS = 16, ROWS = 4, TOKENS = 4, CHAINS = 2, STREAMS = 4, KEYS = 16,
+                         MIXED = 8, OUTER = 12; // 32 registers
     using Part = __mmask16;
     static INLINE Part part(int n) { return n >= WIDTH ? (Part)0xffff : (Part)((1u << n) - 1); }
     static INLINE void load(Vector& v, const float* p, Part m) { v = _mm512_maskz_loadu_ps(m, p); }
@@ -35,6 +39,26 @@ struct Avx512 {
     static INLINE void load_sum(Vector& v, const float* p) { v = _mm512_maskz_loadu_ps(0xffff, p); }
     static INLINE void store_sum(float* p, const Vector& v) { _mm512_mask_storeu_ps(p, 0xffff, v); }
     static INLINE void fill(Vector& v, float a) { v = _mm512_set1_ps(a); }
+    static INLINE void fill_two(Vector& v, Vector& u, const bf16* p) {
+        int both;
+        memcpy(&both, p, 4);
+        v = _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, _mm512_set1_epi32(both), 16));
+        u = _mm512_castsi512_ps(_mm512_and_si512(_mm512_set1_epi32(both), _mm512_set1_epi32(-65536)));
+    }
+    template <class S> static INLINE void load_scaled(Operand& v, const S* p, const Vector& scale) {
+        load(v, p, part(WIDTH));
+        v = _mm512_mul_ps(v, scale);
+    }
+    using Codes = Vector; // a group's 16 numbers
+    static INLINE void make_codes(Codes& c, uint16_t half, int zero) {
+        const Vector scale = _mm512_maskz_cvtph_ps(0xffff, _mm256_set1_epi16((short)half));
+        c = _mm512_mul_ps(_mm512_maskz_loadu_ps(0xffff, CODES + 15 - zero), scale);
+    }
+    template <int SHIFT> static INLINE void load_codes(Operand& v, const uint8_t* p, const Codes& c) {
+        __m512i code = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p));
+        if (SHIFT) code = _mm512_maskz_srli_epi32(0xffff, code, SHIFT);
+        v = _mm512_maskz_permutexvar_ps(0xffff, code, c); // (by the lower 4 bits)
+    }
     static INLINE void multiply(Vector& v, float s) { v = _mm512_mul_ps(v, _mm512_set1_ps(s)); }
     static INLINE void multiply_add(Vector& sum, const Vector& a, const Vector& b) {
         sum = _mm512_fmadd_ps(a, b, sum);
@@ -76,5 +100,52 @@ struct Avx512 {
         }
     }
 };
+
+#ifdef __AVX512BF16__
+// vdpbf16ps multiplies 32 pairs of bf16 and adds neighbours into 16 floats, without conversion. Packed weights are
+// rounded to bf16.
+struct Bf16Dot : Avx512 {
+    using Operand = __m512bh;
+    template <class T> using Input = bf16;
+    static constexpr int WIDTH = 32, ROWS = 4, TOKENS = 4, CHAINS = 1;
+    static INLINE void keep(Operand&) {}
+    using Part = __mmask32;
+    static INLINE Part part(int n) { return n >= WIDTH ? ~0u : (1u << n) - 1; }
+    static INLINE void load(Operand& v, const bf16* p, Part m) {
+        v = (__m512bh)_mm512_maskz_loadu_epi16(m, p);
+    }
+    template <class S> static INLINE void load_scaled(Operand& v, const S* p, const Vector& scale) {
+        Vector low, high;
+        Avx512::load_scaled(low, p, scale);
+        Avx512::load_scaled(high, p + WIDTH / 2, scale);
+        v = _mm512_cvtne2ps_pbh(high, low);
+    }
+    // e4m3 as in Avx512, 32 at once.
+    static INLINE void load_scaled(Operand& v, const e4m3* p, const Vector& scale) {
+        const __m512i u = _mm512_maskz_cvtepu8_epi16(~0u, _mm256_loadu_si256((const __m256i*)p));
+        const __m512i size = _mm512_and_si512(_mm512_maskz_slli_epi16(~0u, u, 7), _mm512_set1_epi16(0x3f80));
+        const __m512i sign = _mm512_and_si512(_mm512_maskz_slli_epi16(~0u, u, 8), _mm512_set1_epi16((short)0x8000));
+        const __m512i half = _mm512_or_si512(size, sign);
+        const Vector low = _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xf, half, 0));
+        const Vector high = _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_extracti64x4_epi64(0xf, half, 1));
+        const Vector more = _mm512_mul_ps(scale, _mm512_set1_ps(256));
+        v = _mm512_cvtne2ps_pbh(_mm512_mul_ps(high, more), _mm512_mul_ps(low, more));
+    }
+    using Codes = __m512i; // a group's 16 numbers, twice
+    static INLINE void make_codes(Codes& c, uint16_t half, int zero) {
+        Vector numbers;
+        Avx512::make_codes(numbers, half, zero);
+        c = _mm512_maskz_broadcast_i64x4(0xff, (__m256i)_mm512_cvtneps_pbh(numbers));
+    }
+    template <int SHIFT> static INLINE void load_codes(Operand& v, const uint8_t* p, const Codes& c) {
+        __m512i code = _mm512_maskz_cvtepu8_epi16(~0u, _mm256_loadu_si256((const __m256i*)p));
+        if (SHIFT) code = _mm512_maskz_srli_epi16(~0u, code, SHIFT);
+        v = (__m512bh)_mm512_maskz_permutexvar_epi16(~0u, code, c); // (by the lower 5 bits)
+    }
+    static INLINE void multiply_add(Vector& sum, const Operand& a, const Operand& b) {
+        sum = _mm512_dpbf16_ps(sum, a, b);
+    }
+};
+#endif
 } // namespace
 #endif

@@ -99,7 +99,7 @@ static void transposed_product_cpu(const Linear<T>& W, const T* dy, size_t ld, i
         for (int r0 = 0; r0 < W.rows[b]; r0 += ROWS) {
             const int rows = std::min(ROWS, W.rows[b] - r0), first = W.first_row(b) + r0;
             #pragma omp parallel for schedule(static) if (rows * in > 20000)
-            for (int r = 0; r < rows; r++) WeightRows<T>(W, b, (size_t)(r0 + r)).widen(wide + r * in, 1, 0, W.in);
+            for (int r = 0; r < rows; r++) WeightRows<T>(W, b, (size_t)(r0 + r)).widen(wide + r * in, 0, W.in);
             outer_sums(N, W.in, rows, dy + first, 1, ld, 1, Rows<acc<T>>{wide, in},
                        [&](int n, int i) { return first ? sums[n * in + i] : begin(n, i); },
                        [&](int n, int i, acc<T> sum) {

@@ -43,15 +43,14 @@ ReadTest::ReadTest() {
 }
 #endif
 
-template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, double time) {
+template <class T> double cpu_multiply_ceiling(double time) {
     [[maybe_unused]] const bool narrow = std::is_same_v<T, bf16>;
     auto multiply = plain_multiply;
 #ifdef HAVE_SIMD
     if (instruction_set >= ISA_AVX2) multiply = avx2_multiply;
     if (instruction_set >= ISA_AVX512) multiply = avx512_multiply;
-    if (narrow && instruction_set >= ISA_AVX512_BF16)
-        multiply = int8 ? avx512_bf16_multiply_int8 : avx512_bf16_multiply;
-    if (narrow && instruction_set >= ISA_AMX) multiply = int8 ? amx_multiply_int8 : amx_multiply;
+    if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = avx512_bf16_multiply;
+    if (narrow && instruction_set >= ISA_AMX) multiply = amx_multiply;
 #endif
     double rate = 0;
     #pragma omp parallel reduction(+ : rate)
@@ -66,6 +65,6 @@ template <class T> double cpu_multiply_ceiling([[maybe_unused]] bool int8, doubl
 }
 
 #ifndef QWEN3_DOUBLE
-template double cpu_multiply_ceiling<bf16>(bool int8, double time);
-template double cpu_multiply_ceiling<float>(bool int8, double time);
+template double cpu_multiply_ceiling<bf16>(double time);
+template double cpu_multiply_ceiling<float>(double time);
 #endif

@@ -21,9 +21,8 @@ class ReadTest {
     double pass() { return pass(best); }
 };
 
-// Flops a second that all threads reach in `time` seconds, with the instructions that products of T use (or of INT8
-// and T).
-template <class T> double cpu_multiply_ceiling(bool int8, double time);
+// Flops a second that all threads reach in `time` seconds, with the instructions that products of T use.
+template <class T> double cpu_multiply_ceiling(double time);
 
 // A burst of multiply-adds on registers alone, one function for each instruction set, in its source; returns the number
 // of flops. There are enough sums to hide the latency of one and few enough for the registers; the compiler cannot
@@ -33,6 +32,4 @@ double plain_multiply(MultiplyBlock* memory); // (16) blocks, all 1, as are the 
 double avx2_multiply(MultiplyBlock* memory);
 double avx512_multiply(MultiplyBlock* memory);
 double avx512_bf16_multiply(MultiplyBlock* memory);
-double avx512_bf16_multiply_int8(MultiplyBlock* memory);
 double amx_multiply(MultiplyBlock* memory);
-double amx_multiply_int8(MultiplyBlock* memory);

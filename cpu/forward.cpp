@@ -1,12 +1,16 @@
 // cpu/forward.cpp: the forward ops on the CPU that are no products by themselves, in Book I's order.
 #include "cpu/lanes.h"
 #include "cpu/ops.h"
+#include "cpu/tiles.h"
 #include "model/instances.h"
 
-// ---- embed's definition is fast enough. (`flatten`: compiled here, with this file's optimisation.)
+// ---- embed's definition is fast enough. (`flatten`: compiled here, with this file's optimisation.) A packed embedding
+// is rounded where packed weights are.
 template <class T>
 __attribute__((flatten)) void embed_cpu(Context&, acc<T>* x, const Linear<T>& table, const Batch& b, int C) {
     embed(x, table, b, C);
+    if (table.format != Format::PLAIN && takes_bf16<T>())
+        for (size_t i = 0; i < (size_t)b.N * C; i++) x[i] = to_acc(to_stored<T>(x[i]));
 }
 
 template <class A> __attribute__((flatten)) void add_noise_cpu(Context&, A* x, const Noise& noise, int N, int C) {

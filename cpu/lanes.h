@@ -61,6 +61,12 @@ INLINE float as_float(bf16 x) {
     return f;
 }
 INLINE float as_float(float x) { return x; }
+INLINE float half_as_float(uint16_t half) { // a finite one
+    const uint32_t u = (uint32_t)(half & 0x7fff) << 13 | (uint32_t)(half & 0x8000) << 16;
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f * 0x1p112f;
+}
 
 // FP8: shifted to float's fields, with 120 added to the exponent; subnormals have none, they are eighths of 2^-6.
 struct e4m3 {

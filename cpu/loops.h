@@ -15,41 +15,167 @@
 //     fill      the same number in all lanes         keep     in a register: g++ would reload it for every product
 //     multiply  v *= s    multiply_add  sum += a * b    total  the sum of the lanes: halves onto each other
 //     totals    of R rows by M tokens: y[m][r]
+//     Codes     the 16 numbers of an INT4 group, or its scale and zero point; make_codes; load_codes: an Operand of the
+//               lower (SHIFT 0) or upper (4) halves of WIDTH bytes
+//     load_scaled  an Operand of bytes, times the same scale in all lanes; fill_two: two neighbours' scales
 //     Input     the type of x: acc<T>, made once a product, or T where the instructions accept it
 //     CHAINS    independent vectors per sum, to hide latency in a single token's product
 //     OUTER     rows of a tile of sums of products of two vectors, 2 Vectors wide
+//     STREAMS   packed rows that are read side by side for a single token
 //     ROWS, TOKENS  of W and x at once; KEYS and MIXED of attention: as many as the registers hold
 template <class Set> using Vector = typename Set::Vector;
 
-// W[0] . x for one row and one token. A sum has C chains of WIDTH lanes, so that one addition does not wait for the
-// other: chain c takes the columns from c * WIDTH on, WIDTH of each C * WIDTH. SCALED: `group` columns share a scale,
-// and C * WIDTH is GROUP.
-template <class Set, bool SCALED, int C, class W, class X, class S>
-static INLINE void row_step(Vector<Set> (&sum)[1][1][C], const W* w, S scale, const X* x, int left) {
-    constexpr int WIDTH = Set::WIDTH;
-    UNROLL for (int c = 0; c < C; c++) {
-        const typename Set::Part some = Set::part(larger(0, left - c * WIDTH));
-        typename Set::Operand a, b;
-        Set::load(a, w + c * WIDTH, some);
-        Set::load(b, x + c * WIDTH, some);
-        if constexpr (SCALED) Set::multiply(a, scale);
-        Set::multiply_add(sum[0][0][c], a, b);
+// The numbers of one row of W as Operands, by format, STEP columns after another. `open` begins at column k, a multiple
+// of 2 * GROUP, and group g of the row; it and `begin` load the scales of the next `unit` columns; `read` gives the next
+// STEP columns. A format without a Reader (STEP 0) is widened by WeightRows.
+template <class Set, Format F, class T> struct Reader {
+    static constexpr int STEP = 0;
+};
+template <class Set, class T> struct Reader<Set, Format::PLAIN, T> {
+    static constexpr int STEP = Set::CHAINS * Set::WIDTH;
+    const T* at;
+    int unit;
+    INLINE void open(const WeightRows<T>& w, int k, int) { at = w.w + k, unit = w.in; }
+    INLINE void begin() {}
+    INLINE void read(typename Set::Operand (&a)[STEP / Set::WIDTH]) {
+        UNROLL for (int c = 0; c < STEP / Set::WIDTH; c++, at += Set::WIDTH) Set::load(a[c], at, Set::part(Set::WIDTH));
+    }
+};
+template <class Set, class T> struct Reader<Set, Format::INT8, T> {
+    static constexpr int STEP = 2 * GROUP, HALF = GROUP / Set::WIDTH, unit = STEP;
+    const int8_t* at;
+    const bf16* next;
+    Vector<Set> scale[2];
+    INLINE void open(const WeightRows<T>& w, int k, int g) {
+        at = w.q + k, next = w.scale + g;
+        begin();
+    }
+    INLINE void begin() {
+        Set::fill_two(scale[0], scale[1], next);
+        next += 2;
+    }
+    INLINE void read(typename Set::Operand (&a)[STEP / Set::WIDTH]) {
+        UNROLL for (int c = 0; c < 2 * HALF; c++, at += Set::WIDTH) Set::load_scaled(a[c], at, scale[c / HALF]);
+    }
+};
+template <class Set, class T> struct Reader<Set, Format::FP8, T> {
+    static constexpr int STEP = GROUP;
+    const e4m3* at;
+    const float* next;
+    int unit;
+    Vector<Set> scale;
+    INLINE void open(const WeightRows<T>& w, int k, int g) {
+        at = (const e4m3*)w.q + k, next = w.block_scales() + g, unit = w.W.group;
+        begin();
+    }
+    INLINE void begin() { Set::fill(scale, *next++); }
+    INLINE void read(typename Set::Operand (&a)[STEP / Set::WIDTH]) {
+        UNROLL for (int c = 0; c < STEP / Set::WIDTH; c++, at += Set::WIDTH) Set::load_scaled(a[c], at, scale);
+    }
+};
+template <class Set, class T> struct Reader<Set, Format::INT4, T> {
+    static constexpr int STEP = 2 * GROUP, HALF = GROUP / Set::WIDTH;
+    const uint8_t *at, *zero;
+    const uint16_t* half;
+    int unit;
+    bool two;                     // groups of 32: each half of the bytes has its own
+    typename Set::Codes codes[2]; // of the lower and the upper halves
+    INLINE void open(const WeightRows<T>& w, int k, int g) {
+        at = (const uint8_t*)w.q + k / 2, half = w.half + g, zero = w.zero ? w.zero + g : nullptr;
+        two = w.W.group == GROUP, unit = larger(w.W.group, STEP);
+        begin();
+    }
+    INLINE void one(typename Set::Codes& c) {
+        Set::make_codes(c, *half++, zero ? *zero : 8);
+        if (zero) zero++;
+    }
+    INLINE void begin() {
+        one(codes[0]);
+        if (two) one(codes[1]);
+        else codes[1] = codes[0];
+    }
+    INLINE void read(typename Set::Operand (&a)[STEP / Set::WIDTH]) {
+        UNROLL for (int c = 0; c < HALF; c++, at += Set::WIDTH) {
+            Set::template load_codes<0>(a[c], at, codes[0]);
+            Set::template load_codes<4>(a[HALF + c], at, codes[1]);
+        }
+    }
+};
+
+// `columns` numbers of each of `rows` rows from column k on, a multiple of 2 * GROUP; row r's from out + r * row_apart
+// on, each GROUP of them `apart` behind the last. Each line prefetches the one `ahead` bytes further on.
+template <class Set, Format F, class T, class X>
+static INLINE void widen_rows(X* out, size_t row_apart, size_t apart, WeightRows<T> w, int rows, int k, int columns,
+                              size_t ahead) {
+    using Rows = Reader<Set, F, T>;
+    const int g = k / w.W.group;
+    for (int r = 0; r < rows; r++, out += row_apart, w.skip(1)) {
+        X* to = out;
+        int i = 0;
+        if constexpr (Rows::STEP > 0) {
+            constexpr int PARTS = Rows::STEP / Set::WIDTH;
+            const int full = columns / Rows::STEP * Rows::STEP;
+            Rows from;
+            from.open(w, k, g);
+            for (int end = from.unit - (F == Format::FP8 ? k % from.unit : 0); i < full; i += Rows::STEP) {
+                if (i == end) from.begin(), end += from.unit;
+                typename Set::Operand a[PARTS];
+                __builtin_prefetch((const void*)((uintptr_t)from.at + ahead), 0, 2);
+                from.read(a);
+                UNROLL for (int c = 0; c < PARTS; c++) {
+                    memcpy(to + c * Set::WIDTH % GROUP, &a[c], sizeof a[c]);
+                    if ((c + 1) * Set::WIDTH % GROUP == 0) to += apart;
+                }
+                if (Rows::STEP < GROUP) to += Rows::STEP;
+            }
+        }
+        for (; i < columns; i += GROUP, to += apart) w.widen(to, k + i, smaller(GROUP, columns - i));
     }
 }
-template <class Set, bool SCALED, int C, class Y, class W, class X, class S>
-static void product_row(Y* y, const W* w, const S* scale, int group, const X* x, int in) {
-    constexpr int WIDTH = Set::WIDTH;
-    Vector<Set> sum[1][1][C];
-    UNROLL for (int c = 0; c < C; c++) sum[0][0][c] = Vector<Set>{};
-    for (int begin = 0, g = 0; begin < in; begin += group, g++) {
-        const int end = smaller(in, begin + group);
-        float s = 0;
-        if constexpr (SCALED) s = as_float(scale[g]);
-        int i = begin;
-        for (; i + C * WIDTH <= end; i += C * WIDTH) row_step<Set, SCALED>(sum, w + i, s, x + i, C * WIDTH);
-        if (i < end) row_step<Set, SCALED>(sum, w + i, s, x + i, end - i);
+
+// W[r] . x for R rows and one token. A sum has C chains of WIDTH lanes, so that one addition does not wait for the
+// other: chain c takes the columns from c * WIDTH on, WIDTH of each C * WIDTH. Packed rows take many instructions a
+// cache line, so a CPU with a window of 300 instructions has too few loads in flight. Hence each line prefetches the
+// line at its own place whole blocks of R rows later; into the second-level cache, since the first one tracks too few
+// misses.
+template <class Set, Format F, int R, class T, class X>
+static void product_rows(acc<T>* y, const WeightRows<T>& w, const X* x) {
+    using Rows = Reader<Set, F, T>;
+    constexpr int WIDTH = Set::WIDTH, C = Set::CHAINS, STEP = Rows::STEP, PARTS = STEP / WIDTH;
+    const int in = w.in, full = in / STEP * STEP;
+    const size_t block = R * w.row_bytes, ahead = (FETCH_AHEAD + block - 1) / block * block;
+    Vector<Set> sum[R][1][C];
+    typename Set::Operand a[PARTS], b[PARTS];
+    Rows from[R];
+    WeightRows<T> at = w, end = w;
+    UNROLL for (int r = 0; r < R; r++, at.skip(1)) {
+        from[r].open(at, 0, 0);
+        UNROLL for (int c = 0; c < C; c++) sum[r][0][c] = Vector<Set>{};
     }
-    UNROLL for (int c = 1; c < C; c++) sum[0][0][0] += sum[0][0][c];
+    for (int k = 0, stop = from[0].unit; k < full; k += STEP) {
+        if (k == stop) {
+            UNROLL for (int r = 0; r < R; r++) from[r].begin();
+            stop += from[0].unit;
+        }
+        UNROLL for (int c = 0; c < PARTS; c++) Set::load(b[c], x + k + c * WIDTH, Set::part(WIDTH));
+        UNROLL for (int r = 0; r < R; r++) {
+            if (F != Format::PLAIN) __builtin_prefetch((const void*)((uintptr_t)from[r].at + ahead), 0, 2);
+            from[r].read(a);
+            UNROLL for (int c = 0; c < PARTS; c++) Set::multiply_add(sum[r][0][c % C], a[c], b[c]);
+        }
+    }
+    if (full < in) UNROLL for (int r = 0; r < R; r++, end.skip(1)) {
+        X rest[STEP] = {};
+        end.widen(rest, full, in - full);
+        UNROLL for (int c = 0; c < PARTS; c++)
+            if (full + c * WIDTH < in) {
+                Set::load(a[c], rest + c * WIDTH, Set::part(WIDTH));
+                Set::load(b[c], x + full + c * WIDTH, Set::part(in - full - c * WIDTH));
+                Set::multiply_add(sum[r][0][c % C], a[c], b[c]);
+            }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int c = 1; c < C; c++) sum[r][0][0] += sum[r][0][c];
     Set::totals(y, sum);
 }
 
@@ -159,38 +285,37 @@ static void attention_mix(U* out, U scale, const U* p, const S* values, const S*
 }
 
 
-// A tile. For a single token W is streamed row after row in memory order, which gives the highest bandwidth. For
-// several tokens a few rows are converted to Inputs once, BLOCK bytes of each at a time.
+// A tile. For a single token W is streamed in memory order, which gives the highest bandwidth: row after row, and
+// several rows at once of packed ones. For several tokens a few rows are converted to Inputs once, BLOCK bytes of each
+// at a time.
 template <class Set, Format F, class T>
 static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input, int N) {
     using X = typename Set::template Input<T>;
-    constexpr bool PLAIN = F == Format::PLAIN;
-    constexpr int BLOCK = 2048 / sizeof(X), C = PLAIN ? Set::CHAINS : GROUP / Set::WIDTH;
-    constexpr int R = Set::ROWS, M = Set::TOKENS;
+    constexpr bool IN_PLACE = F == Format::PLAIN && std::is_same_v<T, X>;
+    constexpr int BLOCK = 2048 / sizeof(X), C = Set::CHAINS, R = Set::ROWS, M = Set::TOKENS;
     const X* x = (const X*)input;
     const int in = w.in;
-    if constexpr (F != Format::INT4) if (N == 1) { // (INT4 by floats: only for T and sizes where speed does not matter)
-        for (int r = 0; r < rows; r++, w.skip(1))
-            if constexpr (F == Format::INT8)
-                product_row<Set, true, C>(y + r, w.q, w.scale, GROUP, x, in);
-            else if constexpr (F == Format::FP8)
-                product_row<Set, true, C>(y + r, (const e4m3*)w.q, w.block_scales(), w.W.group, x, in);
-            else product_row<Set, false, C>(y + r, w.w, w.scale, in, x, in);
+    if constexpr (Reader<Set, F, T>::STEP > 0) if (N == 1) {
+        constexpr int S = F == Format::PLAIN ? 1 : Set::STREAMS;
+        for (int r = 0, some; r < rows; r += some, w.skip(some)) {
+            some = r + S <= rows ? S : 1;
+            if (some == S) product_rows<Set, F, S>(y + r, w, x);
+            else product_rows<Set, F, 1>(y + r, w, x);
+        }
         return;
     }
-    const size_t waiting = (size_t)TILE_ROWS * TILE_TOKENS * C * Set::SUMS;
-    acc<T>* const sums = (acc<T>*)tile_scratch(waiting * sizeof(acc<T>) + (R * BLOCK) * sizeof(acc<T>));
-    acc<T>* const wide_rows = sums + waiting;
+    const size_t waiting = (size_t)TILE_ROWS * TILE_TOKENS * C * Set::SUMS, ahead = TILE_ROWS * w.row_bytes;
+    acc<T>* const sums = (acc<T>*)tile_scratch(waiting * sizeof(acc<T>) + (R * BLOCK) * sizeof(X));
+    X* const wide = (X*)(sums + waiting);
     for (int k = 0; k < in; k += BLOCK) {
         const int columns = smaller(BLOCK, in - k);
         const bool first = k == 0, last = k + columns == in;
         WeightRows<T> at = w;
         for (int r = 0, some; r < rows; r += some, at.skip(some)) {
             some = r + R <= rows ? R : 1;
-            const X* wide;
-            size_t row = columns;
-            if constexpr (PLAIN && std::is_same_v<T, X>) wide = at.w + k, row = in;
-            else wide = at.widen(wide_rows, some, k, columns);
+            if constexpr (!IN_PLACE) widen_rows<Set, F>(wide, BLOCK, GROUP, at, some, k, columns, ahead);
+            const X* from = wide;
+            if constexpr (IN_PLACE) from = at.w + k;
             for (int n = 0, tokens; n < N; n += tokens) {
                 tokens = n + M <= N ? M : 1;
                 acc<T>* part = sums + (size_t)(r * TILE_TOKENS + n * some) * C * Set::SUMS;
@@ -198,7 +323,8 @@ static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input
                                                     : product_block<Set, R, 1, C, acc<T>, X, X>
                                       : tokens == M ? product_block<Set, 1, M, C, acc<T>, X, X>
                                                     : product_block<Set, 1, 1, C, acc<T>, X, X>;
-                loop(y + n * TILE_ROWS + r, part, wide, row, x + (size_t)n * in + k, in, columns, first, last);
+                loop(y + n * TILE_ROWS + r, part, from, IN_PLACE ? in : BLOCK, x + (size_t)n * in + k, in, columns,
+                     first, last);
             }
         }
     }

@@ -12,10 +12,8 @@
 // block; y[n * TILE_ROWS + i] belongs to token + n and row + i.
 template <class T, class Use> static void product_tiles(const Linear<T>& W, const T* x, int N, Use use) {
     const ProductInput<T> input(W, x, N);
-    // Tasks of 32 rows; fewer for a single token, to balance the threads (AMX needs 32); more if there are so many
-    // tokens that re-reading x has a cost.
-    int task_rows = input.streams ? 8 : TILE_ROWS, first_task[4] = {};
-    while (N >= TILE_TOKENS && task_rows < 128 && W.out() / (2 * task_rows) >= 2 * thread_count()) task_rows *= 2;
+    const int task_rows = input.task_rows;
+    int first_task[4] = {};
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + task_rows - 1) / task_rows;
     #pragma omp parallel for schedule(static) if ((size_t)W.out() * W.in * N > 50000)
     for (int task = 0; task < first_task[3]; task++) {
@@ -28,7 +26,7 @@ template <class T, class Use> static void product_tiles(const Linear<T>& W, cons
             const int tokens = std::min(TILE_TOKENS, N - n0);
             for (int r = r0; r < r1; r += TILE_ROWS) {
                 const int rows = std::min(TILE_ROWS, r1 - r);
-                input.tile(y, WeightRows<T>(W, b, r), rows, n0, tokens);
+                input.tile(y, WeightRows<T>(W, b, r), rows, (r - r0) / TILE_ROWS, n0, tokens);
                 use(y, b, base + r, rows, n0, tokens);
             }
         }

@@ -1,34 +1,30 @@
-// cpu/tiles.cpp: rows of weights as numbers, x as integers, and the choice by instruction set.
+// cpu/tiles.cpp: rows of weights as numbers, and the choice by instruction set.
 #include "cpu/tiles.h"
 #include "cpu/scratch.h"
 #include "model/instances.h"
 
-template <class T> const acc<T>* WeightRows<T>::widen(acc<T>* out, int rows, int k, int columns) const {
-    WeightRows at = *this;
-    for (int r = 0; r < rows; r++, out += columns, at.skip(1)) {
-        if (w) ::widen(out, at.w + k, columns);
-        for (int i = 0; i < columns && q; i += GROUP) {
-            const int n = std::min(GROUP, columns - i), column = k + i, g = column / W.group;
-            if (W.format == Format::INT8) {
-                const acc<T> s = to_acc(at.scale[g]);
-                for (int j = 0; j < n; j++) out[i + j] = at.q[column + j] * s;
-            } else if (W.format == Format::INT4) {
-                const acc<T> s = half_to_float(at.half[g]);
-                const int z = zero ? at.zero[g] : 8, shift = column / GROUP % 2 * 4;
-                const uint8_t* from = (const uint8_t*)at.q + column / 64 * 32;
-                for (int j = 0; j < n; j++) out[i + j] = (acc<T>)((from[j] >> shift & 15) - z) * s;
-            } else {
-                lanes<T> v;
-                const acc<T> s = at.block_scales()[g];
-                for (int j = 0; j < n; j += LANES) {
-                    load_some(v, (const e4m3*)at.q + column + j, std::min(LANES, n - j));
-                    v *= s;
-                    memcpy(out + i + j, &v, std::min(LANES, n - j) * sizeof(acc<T>));
-                }
-            }
+template <class T> template <class X> void WeightRows<T>::widen(X* out, int k, int columns) const {
+    for (int i = 0; i < columns; i += GROUP) {
+        const int n = std::min(GROUP, columns - i), column = k + i, g = column / W.group;
+        acc<T> wide[GROUP];
+        if (W.format == Format::PLAIN) {
+            ::widen(wide, w + column, n);
+        } else if (W.format == Format::INT8) {
+            const acc<T> s = to_acc(scale[g]);
+            for (int j = 0; j < n; j++) wide[j] = q[column + j] * s;
+        } else if (W.format == Format::INT4) {
+            const acc<T> s = half_to_float(half[g]);
+            const int z = zero ? zero[g] : 8, shift = column / GROUP % 2 * 4;
+            const uint8_t* from = (const uint8_t*)q + column / 64 * 32;
+            for (int j = 0; j < n; j++) wide[j] = (acc<T>)((from[j] >> shift & 15) - z) * s;
+        } else {
+            const acc<T> s = block_scales()[g];
+            for (int j = 0; j < n; j++) wide[j] = e4m3_to_float((uint8_t)q[column + j]) * s;
         }
+        for (int j = 0; j < n; j++)
+            if constexpr (std::is_same_v<X, acc<T>>) out[i + j] = wide[j];
+            else out[i + j] = to_stored<T>(wide[j]);
     }
-    return out - (size_t)rows * columns;
 }
 
 template <class T> const Loops<T>& best_loops() {
@@ -41,8 +37,11 @@ template <class T> const Loops<T>& best_loops() {
     return plain_loops<T>();
 }
 
-#define INSTANTIATE(T)             \
-    template struct WeightRows<T>; \
+#ifndef QWEN3_DOUBLE
+template void WeightRows<bf16>::widen(bf16*, int, int) const;
+#endif
+#define INSTANTIATE(T)                                               \
+    template void WeightRows<T>::widen(acc<T>*, int, int) const;     \
     template const Loops<T>& best_loops<T>();
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE
@@ -51,18 +50,5 @@ QWEN3_INSTANCES(INSTANTIATE)
 void* tile_scratch(size_t bytes) {
     static thread_local std::vector<uint8_t> kept;
     return at_least(kept, bytes);
-}
-
-const uint8_t* fix_all(const IntegerTiles& tiles, const bf16* x, int N, int in) {
-    static thread_local std::vector<uint8_t> kept;
-    const int steps = (in + tiles.columns - 1) / tiles.columns;
-    uint8_t* out = at_least(kept, (size_t)N * steps * tiles.bytes);
-    #pragma omp parallel for collapse(2) schedule(static) if (N > 16)
-    for (int n = 0; n < N; n++)
-        for (int i = 0; i < steps; i++) {
-            const int column = i * tiles.columns;
-            tiles.fix(out + ((size_t)n * steps + i) * tiles.bytes, x + (size_t)n * in + column, in - column);
-        }
-    return out;
 }
 #endif

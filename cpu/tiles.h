@@ -32,14 +32,21 @@ template <class T> struct WeightRows {
     INLINE const float* block_scales() const { // FP8: of this row
         return (const float*)W.scale[block] + row / W.group_rows * groups;
     }
-    // (rows, columns) from column k on, a multiple of 2 * GROUP. INT8 and INT4 are exact: a scale has 8 or 11 bits, a
-    // weight 7 or 5. Returns out.
-    const acc<T>* widen(acc<T>* out, int rows, int k, int columns) const;
+    // The numbers of this row from column k on, a multiple of GROUP, as X: acc<T>, or rounded to T. INT8 and INT4 are
+    // exact as acc<T>: a scale has 8 or 11 bits, a weight 7 or 5. Any format; the loops have faster code for some.
+    template <class X> void widen(X* out, int k, int columns) const;
 };
+// Whether products of T take bf16, and so the nearest bf16 (ties to even) of a packed weight: then their bits are those
+// of the same weights stored as bf16. Other instruction sets take floats, and the exact weight.
+template <class T> bool takes_bf16() { return std::is_same_v<T, bf16> && instruction_set >= ISA_AVX512_BF16; }
+
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
 
 // This thread's scratch for a tile's intermediate results, aligned to a cache line.
 void* tile_scratch(size_t bytes);
+
+// Prefetch distance of packed weights in bytes, at least. (Zen 4: 2 KB is too late; 8 to 64 KB are equal.)
+constexpr size_t FETCH_AHEAD = 8192;
 
 // The two loops of attention: see cpu/loops.h. S is the stored type of keys and values, or A.
 template <class A, class S> struct AttentionLoops {
@@ -62,17 +69,7 @@ template <class T> struct Loops {
 };
 template <class T> const Loops<T>& best_loops();  // of `instruction_set`
 
-// Tiles that multiply integers, and how x is made integers for them.
-struct IntegerTiles {
-    int columns;                                     // numbers of a token that are made integers together
-    size_t bytes;                                    // of these integers
-    void (*fix)(void* out, const bf16* x, int left); // `left` numbers of the token follow
-    ProductTile<bf16> tile;
-};
-// x (N,in) as such integers, (N, in / columns rounded up), in this thread's scratch until the next call.
-const uint8_t* fix_all(const IntegerTiles& tiles, const bf16* x, int N, int in);
-
-// ---- Each instruction set's, in the source of that name. An INT4 set is for groups of 32, 64 and 128.
+// ---- Each instruction set's, in the source of that name.
 template <class T> const Loops<T>& plain_loops();
 #ifdef QWEN3_DOUBLE
 template <> const Loops<double>& plain_loops();
@@ -84,12 +81,10 @@ template <> const Loops<float>& plain_loops();
 template <class T> const Loops<T>& avx2_loops();
 template <> const Loops<bf16>& avx2_loops();
 template <> const Loops<float>& avx2_loops();
-extern const IntegerTiles avx2_int8, avx2_int4[3];
 
 template <class T> const Loops<T>& avx512_loops();
 template <> const Loops<bf16>& avx512_loops();
 template <> const Loops<float>& avx512_loops();
 
-void avx512_bf16_tile(float* y, WeightRows<bf16> w, int rows, const void* x, int N); // PLAIN; x is bf16
-extern const IntegerTiles avx512_bf16_int8, avx512_bf16_int4[3];
+extern const ProductTile<bf16> avx512_bf16_tile[4]; // by Format; x is bf16, and so is every weight
 #endif

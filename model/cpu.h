@@ -61,8 +61,8 @@ struct ReadTest {
     double pass() { return 0; }
 };
 struct Ceilings { double read, multiply; };
-template <class T> double multiply_ceiling(const Context&, bool, double) {
+template <class T> double multiply_ceiling(const Context&, double) {
     return std::numeric_limits<double>::infinity(); // shares of it are shown as 0
 }
-template <class T> Ceilings measure_ceilings(const Context&, bool, const ReadTest*) { return {ReadTest().ceiling, 0}; }
+template <class T> Ceilings measure_ceilings(const Context&, const ReadTest*) { return {ReadTest().ceiling, 0}; }
 #endif

@@ -54,7 +54,6 @@ struct LoadedModel {
     virtual std::unique_ptr<Conversation> open(int tokens) const = 0;
 
     virtual const char* type_name() const = 0;    // of most of its numbers
-    virtual bool packed() const = 0;              // they stay as they are stored
     virtual size_t step_bytes() const = 0;        // that a token's step reads of them
     virtual size_t token_bytes() const = 0;       // of a token's keys and values
     size_t number_bytes() const { return wide ? sizeof(float) : sizeof(bf16); }
@@ -72,7 +71,6 @@ template <class T> struct LoadedAs : LoadedModel {
     void decode_for_long() const override;
     std::unique_ptr<Conversation> open(int tokens) const override;
     const char* type_name() const override;
-    bool packed() const override { return last_product(weights.layers.back()).format != Format::PLAIN; }
     size_t step_bytes() const override;
     size_t token_bytes() const override;
 };

@@ -1,7 +1,7 @@
 // Matrices of random numbers in every packed format.
 #pragma once
 #include "model/numbers.h"
-#include "tests/batch.h"
+#include "tests/common.h"
 #include <cmath>
 #include <vector>
 
@@ -44,3 +44,25 @@ static const std::vector<PackedKind> PACKED_KINDS = {
     {Format::INT4, 32, false}, {Format::INT4, 32, true},   {Format::INT4, 64, false}, {Format::INT4, 64, true},
     {Format::INT4, 128, false}, {Format::INT4, 128, true}, {Format::FP8, 128, false}, {Format::FP8, 32, false},
     {Format::FP8, 96, false},  {Format::INT8, 32, false}};
+
+// Whether the instruction set in use rounds a packed weight of a Linear<T> to bf16 before it is multiplied.
+template <class T> bool rounds_packed() { return std::is_same_v<T, bf16> && instruction_set >= ISA_AVX512_BF16 && !as_defined; }
+// The error of a packed product whose terms' magnitudes add up to `size`: that of the sum, and half a unit of the last
+// place of each weight where it is rounded.
+template <class T> double packed_error(double size) {
+    return sum_error<T>(size) + (rounds_packed<T>() ? rounding<bf16>(size) : 0);
+}
+// What numbers below 2^-126 may lose where instructions take bf16: each of x, each term and each sum becomes zero.
+inline double flushed(double weights, int in) { return rounds_packed<bf16>() ? std::ldexp(weights + 2 * in, -126) : 0; }
+
+// A packed Linear's numbers as S, unpacked.
+template <class S> struct Unpacked : Linear<S> {
+    std::vector<S> all;
+    template <class T> explicit Unpacked(const Linear<T>& W) {
+        this->in = W.in;
+        for (int r = 0; r < W.out(); r++)
+            for (int i = 0; i < W.in; i++) all.push_back(to_stored<S>(W.at(r, i)));
+        for (int b = 0; b < 3; b++) this->rows[b] = W.rows[b], this->w[b] = all.data() + (size_t)W.first_row(b) * W.in;
+    }
+    Unpacked(const Unpacked&) = delete;
+};

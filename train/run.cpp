@@ -153,7 +153,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         if (better) t.write_result(o.out + "/best", leaked);
     };
     evaluate(); // a run may have been stopped within it
-    const double ceiling = multiply_ceiling<T>(ctx, false, 0.02);
+    const double ceiling = multiply_ceiling<T>(ctx, 0.02);
     auto speed = [&](double flops) { // a second
         const bool giga = flops < 1e12;
         return format("%.1f %cFLOP/s, %.3g%% of the ceiling", flops / (giga ? 1e9 : 1e12), giga ? 'G' : 'T',

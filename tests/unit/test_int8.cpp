@@ -1,6 +1,5 @@
 // INT8 weights: what int8_scale and Weights make of numbers of every size, that export.py --int8 writes the
 // same bytes (without NumPy and, where python3 has it, with NumPy), what the loader refuses, the products.
-#include "cpu/amx.h"
 #include "cpu/step_ceilings.h"
 #include "model/model_file.h"
 #include "model/quantize.h"
@@ -10,6 +9,7 @@
 #include "sj.h"
 #include "tests/common.h"
 #include "tests/files.h"
+#include "tests/packed.h"
 #include "tests/process.h"
 #include <cfloat>
 #include <map>
@@ -575,35 +575,13 @@ TEST_CASE("a model made INT8: mean KL to itself below 0.005, and bf16 arithmetic
 
 // ------------------------------------------------------------------------------------------------- products
 
-// An INT8 Linear of up to three blocks.
-template <class T> struct Int8Linear : Linear<T> {
-    std::vector<int8_t> all_q;
-    std::vector<bf16> all_scales;
-    Int8Linear(Random& random, std::vector<int> blocks, int in) {
-        this->in = in, this->format = Format::INT8;
-        size_t rows = 0, at = 0;
-        for (int r : blocks) rows += r;
-        for (size_t i = 0; i < rows * in; i++) all_q.push_back((int8_t)(random.below(255) - 127));
-        for (size_t i = 0; i < rows * this->groups(); i++) // from 2^-11 to 1, and a few zeros
-            all_scales.push_back(to_bf16((float)std::ldexp(1 + random.uniform(), -random.below(11) - 1)));
-        for (bf16& s : all_scales)
-            if (random.below(20) == 0) s.bits = 0;
-        for (size_t b = 0; b < blocks.size(); b++) {
-            this->q[b] = all_q.data() + at * in, this->scale[b] = all_scales.data() + at * this->groups();
-            this->rows[b] = blocks[b], at += blocks[b];
-        }
-    }
-    double weight(int r, int i) const { return this->at(r, i); }
-};
-
 TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf16, float, double) {
     EACH_WAY;
     Random random{17};
     const std::vector<int> block_sizes[] = {{1}, {7, 3, 3}, {96, 33}};
-    // (In integers: multiples of 32 or 64.)
     const int widths[] = {1, 15, 16, 31, 32, 33, 48, 64, 80, 96, 192, 257, 320, 576};
     for (int N : {1, 3, 17, 70}) for (int in : widths) for (auto& blocks : block_sizes) {
-        Int8Linear<T> W(random, blocks, in);
+        PackedLinear<T> W(random, Format::INT8, GROUP, false, blocks, in);
         const size_t out = W.out();
         const auto x = random.fill<T>((size_t)N * in);
         const std::vector<double> want = WideLinear(W)(as_double(x), N), size = WideLinear(W, true)(magnitudes(x), N);
@@ -615,7 +593,7 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
         on_every_instruction_set([&] {
             CAPTURE(N);
             CAPTURE(in);
-            auto error = [&](size_t i) { return sum_error<T>(size[i]); };
+            auto error = [&](size_t i) { return packed_error<T>(size[i]); };
             auto rounded = [&](size_t i) { return rounding<acc<T>>(want_sum[i]) + error(i); };
             auto y = poisoned<T>(want.size());
             CALL(linear, y.data(), x.data(), W, N);
@@ -633,109 +611,13 @@ TEST_CASE_TEMPLATE("products with INT8 weights: linear, linear_add, head", T, bf
     }
 }
 
-TEST_CASE_TEMPLATE("an INT8 product's row has the same bits in any batch", T, bf16, float, double) {
-    Random random{18};
-    for (int in : {96, 137, 192, 576}) on_every_instruction_set([&] {
-        const int N = 83;
-        Int8Linear<T> W(random, {70, 33}, in);
-        const auto x = random.fill<T>((size_t)N * in);
-        const auto same = same_in_any_batch<T>(W, x, N);
-        for (int count : {1, 2, 4, 16, 31, 64})
-            for (int n = 0; n + count <= N; n += 11) CHECK(same(n, count));
-#ifdef _OPENMP
-        const int threads = omp_get_max_threads();
-        for (int j : {1, 2, 5}) {
-            omp_set_num_threads(j);
-            CHECK(same(0, N));
-        }
-        omp_set_num_threads(threads);
-#endif
-    });
-}
-
-// x of any magnitudes: what the instruction sets that compute in integers make of it.
-TEST_CASE("INT8 products in integers: wide ranges of x, infinities") {
-    Random random{20};
-    const int in = 192, N = 37;
-    Int8Linear<bf16> W(random, {64, 40}, in);
-    const size_t out = W.out();
-    std::vector<bf16> x((size_t)N * in);
-    for (int n = 0; n < N; n++) // every token with magnitudes that spread over 2^(n % 14), around 2^(6 n - 115)
-        for (int i = 0; i < in; i++)
-            x[n * in + i] = to_bf16((float)std::ldexp(2 * random.uniform() - 1, 6 * n - 115 - random.below(1 + n % 14)));
-    for (int i = 0; i < in; i++) x[5 * in + i] = bf16{0}; // zeros
-    for (int i = 0; i < in; i++) x[6 * in + i].bits = (uint16_t)random.below(200); // subnormals
-    const std::vector<float> zero((size_t)N * out);
-    auto product = [&](const std::vector<bf16>& from) {
-        auto y = poisoned<float>(zero.size());
-        linear_add_cpu(cpu(), y.data(), zero.data(), from.data(), W, N);
-        return y;
-    };
-    std::vector<double> want(zero.size()), size(zero.size()), least(zero.size()); // half of the smallest step there is
-    for (size_t i = 0; i < want.size(); i++)
-        for (int k = 0; k < in; k++) {
-            least[i] += std::ldexp(std::fabs(W.weight((int)(i % out), k)), -127);
-            const double term = W.weight((int)(i % out), k) * to_acc(x[i / out * in + k]);
-            want[i] += term, size[i] += std::fabs(term);
-        }
-    on_every_instruction_set([&] {
-        const auto y = product(x);
-        CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
-        if (instruction_set < ISA_AVX2) return; // (in floats)
-
-#ifdef HAVE_SIMD
-        if (instruction_set >= ISA_AVX512_BF16) { // CPUs with AMX: a single token, and rows past whole tiles
-            const uint8_t* fixed = fix_all(amx_int8[0], x.data(), N, in); // both take the same
-            const size_t token = in / amx_int8[0].columns * amx_int8[0].bytes;
-            for (int rows : {32, 13}) {
-                float one[TILE_ROWS], all[TILE_ROWS * TILE_TOKENS];
-                amx_int8[0].tile(one, WeightRows<bf16>(W, 0, 3), rows, fixed + 9 * token, 1);
-                amx_int8[1].tile(all, WeightRows<bf16>(W, 0, 3), rows, fixed, N);
-                CHECK(memcmp(one, all + 9 * TILE_ROWS, rows * sizeof(float)) == 0);
-                int far = 0;
-                for (int n = 0; n < N; n++)
-                    for (int r = 0; r < rows; r++) {
-                        const size_t i = n * out + 3 + r;
-                        const double error = rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i];
-                        far += !(std::fabs(all[n * TILE_ROWS + r] - want[i]) <= error);
-                    }
-                CHECK(far == 0);
-            }
-        }
-#endif
-
-        auto broken = x; // one group of token 9
-        broken[9 * in + 70].bits = 0x7f80;
-        const auto z = product(broken);
-        int bad = 0;
-        for (size_t i = 0; i < z.size(); i++) bad += i / out == 9 ? !std::isnan(z[i]) : memcmp(&z[i], &y[i], 4) != 0;
-        CHECK(bad == 0);
-    });
-}
-
-TEST_CASE_TEMPLATE("embed with INT8 weights: exactly q s, spare rows stay", T, bf16, float, double) {
-    EACH_WAY;
-    Random random{19};
-    for (int C : {1, 33, 80}) {
-        Int8Linear<T> table(random, {50}, C);
-        TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
-        auto x = poisoned<acc<T>>(10 * C);
-        CALL(embed, x.data(), table, batch.view(), C);
-        for (int n = 0; n < 10; n++)
-            for (int i = 0; i < C; i++) {
-                if (n < 8) REQUIRE(x[n * C + i] == table.weight(batch.token[n], i));
-                else REQUIRE(std::isnan(x[n * C + i]));
-            }
-    }
-}
-
 TEST_CASE_TEMPLATE("W.at: q times its group's scale, in every block", T, bf16, float, double) {
     Random random{21};
     for (int in : {1, 33, 70}) {
-        Int8Linear<T> W(random, {3, 2, 4}, in);
+        PackedLinear<T> W(random, Format::INT8, GROUP, false, {3, 2, 4}, in);
         for (int r = 0; r < 9; r++)
             for (int i = 0; i < in; i++)
-                REQUIRE(W.at(r, i) == (double)W.all_q[r * in + i] * to_acc(W.all_scales[r * W.groups() + i / 32]));
+                REQUIRE(W.at(r, i) == (double)W.all_q[r * in + i] * to_acc(bf16{W.halves[r * W.groups() + i / 32]}));
     }
 }
 } // namespace

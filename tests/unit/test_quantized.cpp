@@ -1,5 +1,5 @@
 // Packed weights on a CPU: INT4 and FP8 matrices keep the numbers of the file, products on every instruction set hold
-// to W.at, a row's bits depend on no other row.
+// to W.at and to the bits of the same weights unpacked, a row's bits depend on no other row.
 #include "cpu/step_ceilings.h"
 #include "model/model_file.h"
 #include "model/quantize.h"
@@ -11,15 +11,14 @@
 #include "tests/packed.h"
 #include "tests/process.h"
 
-static const std::vector<PackedKind> KINDS(PACKED_KINDS.begin(), PACKED_KINDS.end() - 1); // (INT8: test_int8.cpp)
 static const std::string QUANTIZED = "tests/fixtures/quantized/";
 
 // ----------------------------------------------------------------------------------------- products
 
-TEST_CASE_TEMPLATE("products with INT4 and FP8 weights are those of W.at", T, bf16, float, double) {
+TEST_CASE_TEMPLATE("products with packed weights are those of W.at", T, bf16, float, double) {
     EACH_WAY;
     Random random{31};
-    for (const PackedKind& kind : KINDS) for (int N : {1, 2, 5, 67}) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
+    for (const PackedKind& kind : PACKED_KINDS) for (int N : {1, 2, 5, 67}) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {41, 7}, in);
         const size_t out = (size_t)W.out();
         const auto x = random.fill<T>((size_t)N * in);
@@ -31,14 +30,44 @@ TEST_CASE_TEMPLATE("products with INT4 and FP8 weights are those of W.at", T, bf
             CAPTURE(in);
             auto y = poisoned<T>(N * out);
             CALL(linear, y.data(), x.data(), W, N);
-            CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + sum_error<T>(size[i]); }) == 0);
+            CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + packed_error<T>(size[i]); }) == 0);
         });
     }
 }
 
-TEST_CASE_TEMPLATE("a row of an INT4 or FP8 product has the same bits in any batch, for any number of threads", T, bf16, float) {
+TEST_CASE_TEMPLATE("packed products have the bits of the same weights unpacked: to bf16 where instructions take it, else to float", T, bf16, float) {
+    Random random{35};
+    for (const PackedKind& kind : PACKED_KINDS) for (int in : {1, 32, 33, 64, 96, 160, 320, 544, 1088, 1120}) {
+        const int N = 65, rows = in < 500 ? 41 : 33;
+        PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {rows, 1, 64}, in);
+        const Unpacked<bf16> rounded(W);
+        const Unpacked<float> exact(W);
+        const size_t out = (size_t)W.out();
+        const auto x = random.fill<T>((size_t)N * in);
+        std::vector<bf16> x_bf16;
+        std::vector<float> x_float;
+        for (const T& v : x) x_bf16.push_back(to_bf16(to_acc(v))), x_float.push_back(to_acc(v));
+        const std::vector<float> zero(N * out);
+        on_every_instruction_set([&] {
+            for (int n : {1, 2, 5, 16, 17, 33, 64, 65}) {
+                CAPTURE((int)kind.format);
+                CAPTURE(kind.group);
+                CAPTURE(kind.zeros);
+                CAPTURE(n);
+                CAPTURE(in);
+                auto y = poisoned<float>(n * out), want = y;
+                linear_add_cpu(cpu(), y.data(), zero.data(), x.data(), W, n);
+                if (rounds_packed<T>()) linear_add_cpu(cpu(), want.data(), zero.data(), x_bf16.data(), rounded, n);
+                else linear_add_cpu(cpu(), want.data(), zero.data(), x_float.data(), exact, n);
+                CHECK(same_bits(y, want));
+            }
+        });
+    }
+}
+
+TEST_CASE_TEMPLATE("a row of a packed product has the same bits in any batch, for any number of threads", T, bf16, float) {
     Random random{32};
-    for (const PackedKind& kind : KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {
+    for (const PackedKind& kind : PACKED_KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {
         const int N = 37;
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {45, 20}, in);
         const auto x = random.fill<T>((size_t)N * in);
@@ -54,13 +83,14 @@ TEST_CASE_TEMPLATE("a row of an INT4 or FP8 product has the same bits in any bat
     });
 }
 
-TEST_CASE("INT4 products: wide ranges of x, subnormals, infinities; weights that are all zero") {
+TEST_CASE("INT4 and INT8 products: wide ranges of x, subnormals, infinities; weights that are all zero") {
     Random random{33};
     const int in = 320, N = 37;
-    for (int group : {32, 64, 128}) {
-        PackedLinear<bf16> W(random, Format::INT4, group, true, {64, 13}, in);
-        // Groups whose q are all the zero point are zeros, exactly, beside any x.
-        for (int i = 0; i < in; i++) {
+    for (int group : {0, 32, 64, 128}) { // 0: INT8
+        PackedLinear<bf16> W(random, group ? Format::INT4 : Format::INT8, group ? group : 32, group > 0, {64, 13}, in);
+        // A row whose q are all zero, or the zero point, is zeros, exactly, beside any x.
+        if (!group) std::fill_n(W.all_q.begin(), in, 0);
+        for (int i = 0; i < in && group; i++) {
             const int g = i / group, shift = i / 32 % 2 * 4;
             int8_t& pair = W.all_q[(size_t)i / 64 * 32 + i % 32];
             pair = (int8_t)((pair & ~(15 << shift)) | W.zeros[(size_t)g] << shift);
@@ -77,15 +107,17 @@ TEST_CASE("INT4 products: wide ranges of x, subnormals, infinities; weights that
             linear_add_cpu(cpu(), y.data(), zero.data(), from.data(), W, N);
             return y;
         };
-        std::vector<double> want(zero.size()), size(zero.size()), least(zero.size());
+        std::vector<double> want(zero.size()), size(zero.size()), weights(zero.size());
         for (size_t i = 0; i < want.size(); i++)
             for (int k = 0; k < in; k++) {
                 const double w = W.at((int)(i % out), k), term = w * to_acc(x[i / out * in + k]);
-                want[i] += term, size[i] += std::fabs(term), least[i] += std::ldexp(std::fabs(w), -127);
+                want[i] += term, size[i] += std::fabs(term), weights[i] += std::fabs(w);
             }
         on_every_instruction_set([&] {
             const auto y = product(x);
-            CHECK(wrong(y, want, [&](size_t i) { return rounding<float>(want[i]) + sum_error<float>(size[i]) + least[i]; }) == 0);
+            CHECK(wrong(y, want, [&](size_t i) {
+                return rounding<float>(want[i]) + packed_error<bf16>(size[i]) + flushed(weights[i], in) + in * 0x1p-149;
+            }) == 0);
             for (int n = 0; n < N; n++) CHECK(y[(size_t)n * out] == 0);
             auto broken = x;
             broken[9 * in + 70].bits = 0x7f80;
@@ -97,17 +129,20 @@ TEST_CASE("INT4 products: wide ranges of x, subnormals, infinities; weights that
     }
 }
 
-TEST_CASE("embed with INT4 and FP8 weights: W.at of the token's row") {
+TEST_CASE("embed with packed weights: W.at of the token's row, rounded where products round it") {
     EACH_WAY;
     Random random{34};
-    for (const PackedKind& kind : KINDS) {
+    for (const PackedKind& kind : PACKED_KINDS) on_every_instruction_set([&] {
         PackedLinear<bf16> table(random, kind.format, kind.group, kind.zeros, {50}, 96);
         TestBatch batch(random, {{0, 7}, {3, 1}}, 50, 2);
         auto x = poisoned<float>(10 * 96);
         CALL(embed, x.data(), table, batch.view(), 96);
         for (int n = 0; n < 8; n++)
-            for (int i = 0; i < 96; i++) REQUIRE(x[(size_t)n * 96 + i] == table.at(batch.token[(size_t)n], i));
-    }
+            for (int i = 0; i < 96; i++) {
+                const float w = table.at(batch.token[(size_t)n], i);
+                REQUIRE(x[(size_t)n * 96 + i] == (rounds_packed<bf16>() ? to_acc(to_bf16(w)) : w));
+            }
+    });
 }
 
 TEST_CASE_TEMPLATE("dx of packed weights: the definition in double", T, bf16, float, double) {
@@ -402,6 +437,10 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
             CHECK((!again.is_quantized() && !again.is_int8()));
             const Weights<bf16> bits(again);
             for (int i = 0; i < 99; i++) CHECK(bits.embed.at(i, i) == to_acc(to_bf16(w.embed.at(i, i))));
+            for (int set = ISA_AVX512_BF16; set <= best_instruction_set(); set++) { // packed: the bits of bf16
+                const Strings ask = {"--ids", "5 6 7 8 9", "--logits-hash", "-d", "cpu", "--cpu", instruction_set_name(set)};
+                CHECK(run_qwen3(Strings{out} + ask).out == run_qwen3(Strings{s / "wide.bin"} + ask).out);
+            }
         }
         CHECK(step_bytes(w) < step_bytes(Weights<bf16>(from)) * (how == "int4" ? 0.39 : 0.56));
     }
