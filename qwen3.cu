@@ -754,120 +754,6 @@ void head_loss(acc<T>* loss,   // (R) out
     for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
 }
 
-// Distillation (Agarwal et al., "On-policy distillation of language models: learning from self-generated mistakes",
-// 2024, equation 1). p is the teacher's distribution, q the student's, m = beta p + (1 - beta) q.
-struct Distillation {
-    float beta = 0;        // D = beta KL(p || m) + (1 - beta) KL(q || m); 0: KL(p || q), 1: KL(q || p)
-    float temperature = 1; // p = softmax(teacher / temperature), q = softmax(logits / temperature)
-    float weight = 1;      // loss = weight D + (1 - weight) cross_entropy
-
-    template <class A> A log_mixture(A log_p, A log_q) const {
-        if (beta == 0) return log_q;
-        if (beta == 1) return log_p;
-        const A top = std::max(log_p, log_q);
-        return top + std::log(beta * std::exp(log_p - top) + (1 - beta) * std::exp(log_q - top));
-    }
-    float of_p() const { return beta == 0 ? 1 : beta == 1 ? 0 : beta; } // weights of both divergences in D
-    float of_q() const { return beta == 0 ? 0 : beta == 1 ? 1 : 1 - beta; }
-};
-template <class A> struct DistillationRows {
-    const A* teacher;  // (R,V) logits
-    const int* target; // (R)
-    Distillation how;
-    A scale;
-    int R, V;
-};
-template <class A> struct Distilled {
-    A *loss, *divergence; // (R) divergence: D
-    A* agrees;            // (R) 1 if the likeliest id is the teacher's, else 0
-};
-// log(sum_v e^(by x[v]))
-template <class A> A log_sum(const A* x, int V, A by) {
-    const A top = by * *std::max_element(x, x + V);
-    A sum = 0;
-    for (int v = 0; v < V; v++) sum += std::exp(by * x[v] - top);
-    return std::log(sum) + top;
-}
-// ---- distillation: loss[r] = weight D(p, q) + (1 - weight) cross_entropy(logits[r], target[r])
-// dlogits[r] = scale (weight / temperature dD + (1 - weight) (softmax(logits[r])[v] - [v = target[r]])), where
-// dD[v] = q - p if beta is 0, else of_q q (log(q / m) - KL(q || m)). dlogits is in the memory of logits: row r begins
-// where row r of logits began.
-template <class T>
-void distillation(const Distilled<acc<T>>& out, // (R) out
-                  T* dlogits,                   // the memory of logits; null: no gradient
-                  acc<T>* logits,               // (R,V) in; become dlogits
-                  const DistillationRows<acc<T>>& of) {
-    using A = acc<T>;
-    const Distillation& how = of.how;
-    const int V = of.V;
-    const A by = 1 / (A)how.temperature, weight = how.weight;
-    for (int r = 0; r < of.R; r++) {
-        const A *s = logits + (size_t)r * V, *t = of.teacher + (size_t)r * V;
-        const A sum_s = log_sum(s, V, by), sum_t = log_sum(t, V, by), sum = log_sum(s, V, (A)1);
-        A from_p = 0, from_q = 0; // KL(p || m), KL(q || m)
-        for (int v = 0; v < V; v++) {
-            const A log_p = by * t[v] - sum_t, log_q = by * s[v] - sum_s, log_m = how.log_mixture(log_p, log_q);
-            from_p += std::exp(log_p) * (log_p - log_m), from_q += std::exp(log_q) * (log_q - log_m);
-        }
-        out.divergence[r] = how.of_p() * from_p + how.of_q() * from_q;
-        out.loss[r] = weight * out.divergence[r] + (1 - weight) * (sum - s[of.target[r]]);
-        out.agrees[r] = std::max_element(s, s + V) - s == std::max_element(t, t + V) - t;
-        for (int v = 0; v < V && dlogits; v++) { // as in cross_entropy
-            const A log_p = by * t[v] - sum_t, log_q = by * s[v] - sum_s, log_m = how.log_mixture(log_p, log_q);
-            const A by_z = how.beta == 0 ? std::exp(log_q) - std::exp(log_p)
-                                         : how.of_q() * std::exp(log_q) * (log_q - log_m - from_q);
-            const A by_s = std::exp(s[v] - sum) - (v == of.target[r]);
-            const T d = to_stored<T>(of.scale * (weight * by * by_z + (1 - weight) * by_s));
-            memcpy((uint8_t*)(logits + (size_t)r * V) + v * sizeof(T), &d, sizeof(T));
-        }
-    }
-}
-
-// Distillation from a file: the teacher's log-probabilities of some ids, as an endpoint reports them. Both
-// distributions become J outcomes: those ids, and all other ids together, the tail. `distillation` compares them as J
-// logits; a temperature above or below 1 is of the outcomes.
-template <class A> constexpr A NEVER = (A)-1e30; // the logit of an outcome without an id
-// ---- gather_outcomes: z[r][j] = logits[r][id[r][j]] for j < J - 1, and z[r][J - 1] = log(sum of e^logits[r][v] over
-// all other v). The named logits become NEVER, so that scatter_outcomes finds the others.
-template <class A>
-void gather_outcomes(A* z,          // (R,J) out
-                     A* tail,       // (R) out: z[r][J - 1]
-                     A* logits,     // (R,V) in and out
-                     const int* id, // (R,J) distinct; -1: no id, as in the last column
-                     int R, int J, int V) {
-    for (int r = 0; r < R; r++) {
-        A *s = logits + (size_t)r * V, *to = z + (size_t)r * J;
-        for (int j = 0; j < J - 1; j++) {
-            const int v = id[(size_t)r * J + j];
-            to[j] = v < 0 ? NEVER<A> : s[v];
-            if (v >= 0) s[v] = NEVER<A>;
-        }
-        to[J - 1] = tail[r] = log_sum(s, V, (A)1);
-    }
-}
-// ---- scatter_outcomes: dlogits[r][id[r][j]] = dz[r][j]; of all other v dz[r][J - 1] e^(logits[r][v] - tail[r]).
-// dlogits is in the memory of logits: row r begins where row r of logits began. Likewise dz in that of z.
-template <class T>
-void scatter_outcomes(T* dlogits,          // the memory of logits
-                      acc<T>* logits,      // (R,V) as gather_outcomes left them; become dlogits
-                      const T* dz,         // (R, ld), J numbers of each row
-                      size_t ld,           // numbers from one row to the next
-                      const acc<T>* tail,  // (R)
-                      const int* id,       // (R,J)
-                      int R, int J, int V) {
-    for (int r = 0; r < R; r++) {
-        const acc<T>* s = logits + (size_t)r * V;
-        uint8_t* to = (uint8_t*)dlogits + (size_t)r * V * sizeof(acc<T>);
-        const acc<T> of_tail = to_acc(dz[r * ld + J - 1]);
-        for (int v = 0; v < V; v++) { // as in cross_entropy
-            const T d = to_stored<T>(of_tail * std::exp(s[v] - tail[r]));
-            memcpy(to + v * sizeof(T), &d, sizeof(T));
-        }
-        for (int j = 0; j < J - 1; j++)
-            if (const int v = id[(size_t)r * J + j]; v >= 0) memcpy(to + v * sizeof(T), &dz[r * ld + j], sizeof(T));
-    }
-}
-
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
 template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
@@ -1188,6 +1074,16 @@ struct AdamW {
     int64_t step = 0; // from 1
     float copy = 1;   // stored = copy * p: s for an adapter's B, else 1
 };
+template <class A> struct AdamWStep { // constants of one step
+    A beta1, beta2;
+    A root, keep, pace; // sqrt(v) / sqrt(v'); 1 - lr decay; lr m' / m
+    A eps, clip, copy;
+    explicit AdamWStep(const AdamW& a)
+        : beta1(a.beta1), beta2(a.beta2), root((A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step))),
+          keep((A)(1 - (double)a.lr * a.decay)), pace((A)a.lr / (A)(1 - std::pow((double)a.beta1, (double)a.step))),
+          eps(a.eps), clip(a.clip), copy(a.copy) {}
+    A scale(double norm) const { return (A)(clip > 0 ? std::min(1., clip / (norm + 1e-6)) : 1.); } // of g
+};
 template <class T>
 void adamw(T* stored,          // (n) out: copy * p, which the products read
            acc<T>* p,          // (n) in place
@@ -1198,88 +1094,15 @@ void adamw(T* stored,          // (n) out: copy * p, which the products read
            size_t n, const AdamW& a) {
     using A = acc<T>;
     if (!std::isfinite(*norm)) return;
-    const A scale = (A)(a.clip > 0 ? std::min(1., a.clip / (*norm + 1e-6)) : 1.);
-    const A m_correction = (A)(1 - std::pow((double)a.beta1, (double)a.step));
-    const A v_correction = (A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step)); // of sqrt(v)
-    const A keep = (A)(1 - (double)a.lr * a.decay), pace = (A)a.lr / m_correction;
+    const AdamWStep<A> s(a);
+    const A scale = s.scale(*norm);
     #pragma omp parallel for schedule(static) if (n > 2000)
     for (size_t i = 0; i < n; i++) {
         const A gi = g[i] * scale;
-        m[i] += (gi - m[i]) * (1 - (A)a.beta1);
-        v[i] = v[i] * (A)a.beta2 + gi * gi * (1 - (A)a.beta2);
-        p[i] = p[i] * keep - pace * (m[i] / (std::sqrt(v[i]) / v_correction + (A)a.eps));
-        stored[i] = to_stored<T>(p[i] * (A)a.copy);
-    }
-}
-
-// Moments of 8 bits (Dettmers et al., "8-bit optimizers via block-wise quantization", 2022). A block of MOMENT_BLOCK
-// numbers is its largest magnitude times codes: 256 values of [-1,1] or [0,1] whose steps grow with the magnitude. The
-// decade below 10^(i - 6) has n = 2^i values (2^(i + 1) without a sign), the middles of n equal parts of [0.1,1] times
-// 10^(i - 6); beside them are 0 and 1. Not v but sqrt(v) is stored, which has as many decades as m.
-inline constexpr int MOMENT_BLOCK = 256;
-struct Moments8 {
-    uint8_t *m, *root;              // (n) codes of m, with a sign, and of sqrt(v)
-    float *scale_m, *scale_root;    // (ceil(n / MOMENT_BLOCK))
-    Moments8 at(size_t i) const {   // i: a multiple of MOMENT_BLOCK
-        return {m + i, root + i, scale_m + i / MOMENT_BLOCK, scale_root + i / MOMENT_BLOCK};
-    }
-};
-// Value c = 0 .. 255 of a code, in ascending order. All numbers are exact up to the division.
-BOTH inline float moment_code(int c, bool sign) {
-    const int k = !sign ? c + 1 : c < 127 ? 127 - c : c - 127; // number of the magnitude, with 2^i before a decade
-    if (c == 255 || k == (sign ? 0 : 1)) return c == 255;
-    int i = 0, tenth = 1000000;
-    for (; k >> (i + 1 + !sign); i++) tenth /= 10;
-    const int n = 1 << (i + !sign), j = k - n;
-    const float x = (float)(2 * n + 18 * j + 9) / ((float)(20 * n) * (float)tenth);
-    return sign && c < 127 ? -x : x;
-}
-// The value nearest to x, of two equally near ones the smaller.
-BOTH inline int nearest_code(const float* code, float x) {
-    int c = 0;
-    for (int step = 128; step > 0; step /= 2)
-        if (code[c + step] <= x) c += step;
-    return c < 255 && code[c + 1] - x < x - code[c] ? c + 1 : c;
-}
-// ---- adamw8: adamw with moments of 8 bits, which are decoded, updated, used, and then encoded.
-template <class T>
-void adamw8(T* stored,          // (n) out: copy * p, which the products read
-            acc<T>* p,          // (n) in place
-            const Moments8& to, // (n) in place
-            const acc<T>* g,    // (n)
-            const double* norm, // (1) of all gradients
-            size_t n,
-            size_t decayed,     // numbers that have a.decay; those behind them have none
-            const AdamW& a) {
-    using A = acc<T>;
-    if (!std::isfinite(*norm)) return;
-    float code_m[256], code_root[256];
-    for (int c = 0; c < 256; c++) code_m[c] = moment_code(c, true), code_root[c] = moment_code(c, false);
-    const A scale = (A)(a.clip > 0 ? std::min(1., a.clip / (*norm + 1e-6)) : 1.);
-    const A m_correction = (A)(1 - std::pow((double)a.beta1, (double)a.step));
-    const A v_correction = (A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step)); // of sqrt(v)
-    const A keep = (A)(1 - (double)a.lr * a.decay), pace = (A)a.lr / m_correction;
-    #pragma omp parallel for schedule(static) if (n > 2000)
-    for (size_t b = 0; b < (n + MOMENT_BLOCK - 1) / MOMENT_BLOCK; b++) {
-        const size_t first = b * MOMENT_BLOCK;
-        const int count = (int)std::min<size_t>(MOMENT_BLOCK, n - first);
-        float m[MOMENT_BLOCK], root[MOMENT_BLOCK], top_m = 0, top_root = 0;
-        for (int k = 0; k < count; k++) {
-            const size_t i = first + k;
-            const A gi = g[i] * scale, was_m = code_m[to.m[i]] * to.scale_m[b];
-            const A was_root = code_root[to.root[i]] * to.scale_root[b];
-            const A mi = was_m + (gi - was_m) * (1 - (A)a.beta1);
-            const A ri = std::sqrt(was_root * was_root * (A)a.beta2 + gi * gi * (1 - (A)a.beta2));
-            p[i] = p[i] * (i < decayed ? keep : 1) - pace * (mi / (ri / v_correction + (A)a.eps));
-            stored[i] = to_stored<T>(p[i] * (A)a.copy);
-            m[k] = (float)mi, root[k] = (float)ri;
-            top_m = std::max(top_m, std::fabs(m[k])), top_root = std::max(top_root, root[k]);
-        }
-        to.scale_m[b] = top_m, to.scale_root[b] = top_root;
-        for (int k = 0; k < count; k++) {
-            to.m[first + k] = (uint8_t)nearest_code(code_m, top_m > 0 ? m[k] / top_m : 0);
-            to.root[first + k] = (uint8_t)nearest_code(code_root, top_root > 0 ? root[k] / top_root : 0);
-        }
+        m[i] += (gi - m[i]) * (1 - s.beta1);
+        v[i] = v[i] * s.beta2 + gi * gi * (1 - s.beta2);
+        p[i] = p[i] * s.keep - s.pace * (m[i] / (std::sqrt(v[i]) / s.root + s.eps));
+        stored[i] = to_stored<T>(p[i] * s.copy);
     }
 }
 
@@ -1498,7 +1321,8 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 // ###################################################### Book II ######################################################
 // Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Three are
 // elsewhere: those of experts in model/experts.cu, of `sample` in model/sample.cu, of `distillation` in
-// train/distillation.cu. Suites also compile some of the kernels for a CPU and run them there (tests/emulate).
+// train/distillation.cu, of `adamw8` in train/moments.cu. Suites also compile some of the kernels for a CPU and run
+// them there (tests/emulate).
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
@@ -5068,54 +4892,9 @@ void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, 
     launch(ctx, grad_norm_kernel, 1, 1024, 0, norm, partial, pieces);
 }
 
-#endif // COMPILED(PART_TEXT)
-#endif // __CUDACC__
-#if defined(QWEN3_EMULATED) || (defined(__CUDACC__) && COMPILED(PART_TEXT))
-// ---- adamw8. A block of 256 threads a block of moments, then every 4,096th; a thread a number. Bound by memory
-// bandwidth: 18 bytes a number, and the search of two codes in shared memory.
-struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
-__global__ void __launch_bounds__(MOMENT_BLOCK)
-adamw8_kernel(bf16* stored, float* p, Moments8 to, const float* g, const double* norm, size_t n, size_t decayed,
-              AdamWStep a) {
-    __shared__ float code_m[256], code_root[256], of_warp[2][MOMENT_BLOCK / 32];
-    const int t = (int)threadIdx.x;
-    code_m[t] = moment_code(t, true), code_root[t] = moment_code(t, false);
-    let_next_start();
-    wait_for_previous();
-    __syncthreads();
-    const double length = *norm;
-    if (!(length < INFINITY)) return;
-    const float clip = (float)(a.clip > 0 ? fmin(1., a.clip / (length + 1e-6)) : 1.);
-    for (size_t b = blockIdx.x; b * MOMENT_BLOCK < n; b += gridDim.x) {
-        const size_t i = b * MOMENT_BLOCK + t;
-        float m = 0, root = 0;
-        if (i < n) {
-            const float gi = g[i] * clip, was_m = code_m[to.m[i]] * to.scale_m[b];
-            const float was_root = code_root[to.root[i]] * to.scale_root[b];
-            m = was_m + (gi - was_m) * (1 - a.beta1);
-            root = sqrtf(was_root * was_root * a.beta2 + gi * gi * (1 - a.beta2));
-            p[i] = p[i] * (i < decayed ? a.keep : 1) - a.pace * (m / (root / a.root + a.eps));
-            stored[i] = round_bf16(p[i] * a.copy);
-        }
-        float top_m = warp_max(fabsf(m)), top_root = warp_max(root);
-        if (t % 32 == 0) of_warp[0][t / 32] = top_m, of_warp[1][t / 32] = top_root;
-        __syncthreads(); // all have read the block's scales, too
-        for (int w = 0; w < MOMENT_BLOCK / 32; w++)
-            top_m = fmaxf(top_m, of_warp[0][w]), top_root = fmaxf(top_root, of_warp[1][w]);
-        if (t == 0) to.scale_m[b] = top_m, to.scale_root[b] = top_root;
-        if (i < n) {
-            to.m[i] = (uint8_t)nearest_code(code_m, top_m > 0 ? m / top_m : 0);
-            to.root[i] = (uint8_t)nearest_code(code_root, top_root > 0 ? root / top_root : 0);
-        }
-        __syncthreads(); // of_warp is free
-    }
-}
-#endif
-#ifdef __CUDACC__
-#if COMPILED(PART_TEXT)
 // ---- adamw. Blocks of 256 threads, a thread a number. Bound by memory bandwidth: 30 bytes a number.
 __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
-                             AdamWStep a) {
+                             AdamWStep<float> a) {
     let_next_start();
     wait_for_previous();
     const double length = *norm;
@@ -5127,20 +4906,9 @@ __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const f
     m[i] = mi, v[i] = vi, p[i] = pi;
     stored[i] = round_bf16(pi * a.copy);
 }
-static AdamWStep adamw_step(const AdamW& a) {
-    const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
-    const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
-    const float keep = (float)(1 - (double)a.lr * a.decay);
-    return {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
-}
 void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
                const AdamW& a) {
-    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, adamw_step(a));
-}
-void adamw8_gpu(Context& ctx, bf16* stored, float* p, const Moments8& to, const float* g, const double* norm, size_t n,
-                size_t decayed, const AdamW& a) {
-    const size_t blocks = std::min<size_t>((n + MOMENT_BLOCK - 1) / MOMENT_BLOCK, 4096);
-    launch(ctx, adamw8_kernel, (unsigned)blocks, MOMENT_BLOCK, 0, stored, p, to, g, norm, n, decayed, adamw_step(a));
+    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, AdamWStep<float>(a));
 }
 #endif
 

@@ -19,7 +19,7 @@
    With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model samples, each with the
    reward of rewards.h. Every token has a number of its own (grpo.h), which scales its row of the head's gradient.
 
-   With --teacher the loss of a token compares the distributions of two models (`distillation` in qwen3.cu). Rows with a
+   With --teacher the loss of a token compares the distributions of two models (model/distillation.h). Rows with a
    teacher's log-probabilities give a part of its distribution: some ids, and all others as one (`gather_outcomes`). With
    --reward-model a pair's loss is of two scores, which a head of C numbers computes from the last token's vector.
 

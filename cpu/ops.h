@@ -1,5 +1,7 @@
 // cpu/ops.h: the ops for the vector and matrix instructions of CPUs.
 #pragma once
+#include "model/distillation.h"
+#include "model/moments.h"
 #include "qwen3.cu"
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,6 @@
-// train/distillation.cu: distillation (qwen3.cu, 6) on a GPU.
+// train/distillation.cu: model/distillation.h on a GPU.
 #if defined(QWEN3_GPU) || defined(QWEN3_EMULATED)
-#include "qwen3.cu"
+#include "model/distillation.h"
 
 // A block of 512 threads a row, a thread four neighbouring ids of every 2,048. Bound by memory bandwidth: both rows of
 // logits are read for the sums, and again for the gradient, which replaces the student's row. If 0 < beta < 1 they are

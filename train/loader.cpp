@@ -1,5 +1,6 @@
 // train/loader.cpp: units in the order of steps, and batches of units.
 #include "train/loader.h"
+#include "model/distillation.h"
 #include "train/buckets.h"
 #include <algorithm>
 #include <cmath>

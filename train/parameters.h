@@ -2,6 +2,7 @@
 #pragma once
 #include "base/arena.h"
 #include "model/adapters.h"
+#include "model/moments.h"
 #include "qwen3.cu"
 #include "train/buckets.h"
 #include "train/options.h"

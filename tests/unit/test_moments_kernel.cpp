@@ -1,9 +1,10 @@
-// adamw8_kernel by emulation (tests/emulate/emulate.h): parameters, scales and codes are those of Book I's `adamw8`, whatever
+// adamw8_kernel by emulation (tests/emulate/emulate.h): parameters, scales and codes are those of `adamw8`, whatever
 // the order of the threads.
 #include <doctest/doctest.h>
 #include "tests/emulate/packed_emulation.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
+#include "train/moments.cu"
 
 TEST_CASE("adamw8_kernel: several steps, a block that is not full, numbers without decay, a norm that is not finite") {
     Random random{9};
@@ -26,8 +27,7 @@ TEST_CASE("adamw8_kernel: several steps, a block that is not full, numbers witho
                 std::vector<float> g = random.fill<float>(n, 1);
                 for (size_t i = 0; i < n; i += 5) g[i] *= 1e-3f;
                 const double norm = step == 3 ? INFINITY : 2.5;
-                const float first = (float)(1 - std::pow((double)how.beta1, (double)step)), root = (float)std::sqrt(1 - std::pow((double)how.beta2, (double)step));
-                const AdamWStep s = {how.beta1, how.beta2, root, (float)(1 - (double)how.lr * how.decay), how.lr / first, how.eps, how.clip, 1};
+                const AdamWStep<float> s(how);
                 adamw8<bf16>(want_stored.data(), want_p.data(), want, g.data(), &norm, n, decayed, how);
                 const unsigned grid = blocks > 2 ? 2 : (unsigned)blocks; // a block has several blocks of numbers
                 launch(dim3(grid), dim3(MOMENT_BLOCK), [&] { adamw8_kernel(stored.data(), p.data(), to, g.data(), &norm, n, decayed, s); });
