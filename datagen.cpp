@@ -107,7 +107,8 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--again", "FILE", "collect's dropped file: ask unusable replies again (default: off)", {}},
         {"", "--chunks", "FILE", "output of `chunk`: the source of each row (needed by collect; filter's\n"
          "default: do not compare answers with their source)", {}},
-        {"", "--rows", "FILE", "the rows of `ask`: replies become rows with log-probabilities", {}},
+        {"", "--rows", "FILE", "the rows of `ask`: replies become rows with log-probabilities (default: the\n"
+         "replies are to `prompt`)", {}},
         {"", "--terms", "FILE|auto", "require one of these terms in each row; auto: take the terms from the\n"
          "chunks (default: off)", {}},
         {"", "--skip", "RULE,...", "rules to turn off (default: none)", {}},
