@@ -20,6 +20,7 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 import make_fixtures as fixtures
+from make_formats import add_shape
 
 ROOT = fixtures.ROOT + "/moe"
 # The k-th expert leads the next by this much in every token: the choice is no matter of rounding.
@@ -175,16 +176,7 @@ def make_gguf(f):
     os.makedirs(folder, exist_ok=True)
     w = weights(f)
     out = gguf.GGUFWriter(folder + "/model.gguf", "qwen3moe")
-    out.add_block_count(f["L"])
-    out.add_context_length(4096)
-    out.add_embedding_length(f["C"])
-    out.add_feed_forward_length(f["F"])
-    out.add_head_count(f["H"])
-    out.add_head_count_kv(f["K"])
-    out.add_key_length(f["D"])
-    out.add_value_length(f["D"])
-    out.add_rope_freq_base(f["theta"])
-    out.add_layer_norm_rms_eps(f["eps"])
+    add_shape(out, f)
     out.add_expert_count(f["E"])
     out.add_expert_used_count(f["k"])
     out.add_expert_feed_forward_length(f["M"])
