@@ -47,8 +47,8 @@ template <class Set, class T> struct Reader<Set, Format::INT8, T> {
     const bf16* next;
     Vector<Set> scale[2];
     INLINE void open(const WeightRows<T>& w, int k, int g) {
-        at = w.q + k, next = w.scale + g;
-        begin();
+        at = w.q + k, next = w.scale + g, scale[0] = scale[1] = Vector<Set>{};
+        if (k + STEP <= w.in) begin(); // (else there is no second scale)
     }
     INLINE void begin() {
         Set::fill_two(scale[0], scale[1], next);
