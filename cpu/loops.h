@@ -26,8 +26,8 @@
 template <class Set> using Vector = typename Set::Vector;
 
 // The numbers of one row of W as Operands, by format, STEP columns after another. `open` begins at column k, a multiple
-// of 2 * GROUP, and group g of the row; it and `begin` load the scales of the next `unit` columns; `read` gives the next
-// STEP columns. A format without a Reader (STEP 0) is widened by WeightRows.
+// of 2 * GROUP, and group g of the row; it and `begin` load the scales of the next `unit` columns; `read` gives the
+// next STEP columns. A format without a Reader (STEP 0) is widened by WeightRows.
 template <class Set, Format F, class T> struct Reader {
     static constexpr int STEP = 0;
 };
