@@ -3142,7 +3142,7 @@ TEST_CASE("options") {
     refused({MODEL, "--host", "nowhere"}, "not an address");
     refused({MODEL, "--deadline", "0"}, "--deadline");
     refused({MODEL, "--drain-seconds", "-1"}, "--drain-seconds");
-    refused({MODEL, "--batch", "x"}, "-o");
+    refused({MODEL, "--batch", MODEL}, "-o");
     refused({MODEL, "-o", "x"}, "--batch");
     refused({MODEL, "-z", VOCABULARY, "--port", "0", "--kv-memory", "0.000001"}, "--kv-memory");
     refused({"/nonexistent"}, "/nonexistent");
