@@ -12,6 +12,7 @@
 // mapped file into one pinned buffer while the other one is being copied: so the link limits the rate, not page faults.
 template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
     check_gpu(file.path, file.config, file.logits);
+    blocks_to_int8(*this, file);
     for (const Layer<bf16>& layer : layers) // (their kernels take one format)
         for (const Expert<bf16>& e : layer.experts)
             for (auto which : {&Expert<bf16>::gate_up, &Expert<bf16>::down})
