@@ -20,6 +20,12 @@ template <> INLINE void bytes_at(int16v& v, const uint8_t* p) { // (g++ 12 would
     v = __builtin_convertvector(__builtin_convertvector(c, ushort16v), int16v);
 #endif
 }
+#ifdef __AVX512BF16__
+typedef int16_t short32v __attribute__((vector_size(64), may_alias)); // 32 numbers at once
+template <> INLINE void bytes_at(short32v& v, const uint8_t* p) {
+    v = (short32v)_mm512_maskz_cvtepu8_epi16(~0u, _mm256_loadu_si256((const __m256i*)p));
+}
+#endif
 template <> INLINE void bits_from(int16v& v, uint32_t word, int i) {
     v = (int16v{} + (int)(word >> i & 0xffff)) >> int16v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & 1;
 }
@@ -68,6 +74,19 @@ static INLINE void widen_slice(Out* out, size_t apart, const uint8_t* bytes) {
         float16v d, m;
         fill_lanes(d, scale[g]);
         if constexpr (Block::OFFSET) fill_lanes(m, offset[g]);
+#ifdef __AVX512BF16__
+        if constexpr (std::is_same_v<Out, bf16> && Block::OFFSET && Block::COUNT == LONGEST_BLOCK) {
+            // Q4_K and Q5_K: a group's 32 numbers are looked up in a table of its 16 or 32 values.
+            const float16v count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            const float16v low = count * d + m, high = (count + 16) * d + m;
+            const __m512bh table = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+            short32v q;
+            block.q(q, PART * GROUPS + g, 0);
+            const __m512i numbers = _mm512_maskz_permutexvar_epi16(~0u, (__m512i)q, (__m512i)table);
+            memcpy((void*)(out + g * apart), &numbers, sizeof numbers);
+            continue;
+        }
+#endif
         UNROLL for (int i = 0; i < SIZE; i += LANES) {
             int16v q;
             block.q(q, PART * GROUPS + g, i);
