@@ -110,15 +110,11 @@ template <class Set, Format F, class T, class X>
 static INLINE void widen_rows(X* out, size_t row_apart, size_t apart, WeightRows<T> w, int rows, int k, int columns,
                               size_t ahead) {
     using Rows = Reader<Set, F, T>;
+    if constexpr (F == Format::BLOCKS)
+        return WIDEN_BLOCKS<X>[(int)w.W.type[w.block] - (int)Dtype::Q4_0](out, row_apart, apart, (const uint8_t*)w.q,
+                                                                          w.row_bytes, rows, k, columns, ahead);
     const int g = k / w.W.group;
     for (int r = 0; r < rows; r++, out += row_apart, w.skip(1)) {
-        if constexpr (F == Format::BLOCKS) {
-            const size_t begin = w.row_bytes * k / w.in, end = w.row_bytes * (k + columns) / w.in;
-            for (size_t at = begin; at < end; at += 64)
-                __builtin_prefetch((const void*)((uintptr_t)w.q + at + ahead), 0, 2);
-            widen_row(out, apart, w.W.type[w.block], (const uint8_t*)w.q, k, columns);
-            continue;
-        }
         X* to = out;
         int i = 0;
         if constexpr (Rows::STEP > 0) {

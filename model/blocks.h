@@ -11,8 +11,10 @@
 // (cpu/blocks.h): so the ops of a CPU read blocks by this text too.
 
 template <class V> void bytes_at(V& v, const uint8_t* p);      // byte 0; of a vector bytes 0 to 15
+template <class V> void signed_at(V& v, const uint8_t* p);     // the same of signed bytes
 template <class V> void bits_from(V& v, uint32_t word, int i); // bit i; of a vector bits i to i + 15
 template <> INLINE void bytes_at(int& v, const uint8_t* p) { v = *p; }
+template <> INLINE void signed_at(int& v, const uint8_t* p) { v = (int8_t)*p; }
 template <> INLINE void bits_from(int& v, uint32_t word, int i) { v = (int)(word >> i & 1); }
 
 INLINE float half_at(const uint8_t* p) { return half_to_float(load_as<uint16_t>(p)); }
@@ -68,7 +70,7 @@ struct BlockQ8_0 { // half d, 32 signed bytes
     static constexpr bool OFFSET = false;
     const uint8_t* b;
     INLINE float d(int) const { return half_at(b); }
-    template <class V> INLINE void q(V& v, int, int i) const { bytes_at(v, b + 2 + i), v = (v ^ 128) - 128; }
+    template <class V> INLINE void q(V& v, int, int i) const { signed_at(v, b + 2 + i); }
 };
 
 // Eight groups of 32 with scales and minima of 6 bits, which are themselves multiples of two halves; m is the minimum's
