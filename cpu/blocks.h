@@ -137,15 +137,16 @@ template <class Block, int PART, int PAIR> INLINE void read_codes(int8_t* q, con
         low = _mm512_maskz_loadu_epi8(~0ull, b + PART * 64);
         if (PAIR) turn_right<4, 4>(low);
     }
-    if constexpr (std::is_same_v<Block, BlockQ4_K>) high = _mm512_setzero_si512();
     if constexpr (std::is_same_v<Block, BlockQ5_K>) load_twice(high, b + 16), turn_right<2 * LONG - 4, 2 * LONG - 3>(high);
     if constexpr (std::is_same_v<Block, BlockQ6_K>)
         load_twice(high, b + 128 + PART * 32), turn_right<4 * PAIR - 4, 4 * PAIR - 2>(high);
-    __m512i all = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low, high, 0xca); // lower halves: low, upper: high
-    if constexpr (std::is_same_v<Block, BlockQ5_K>) all = _mm512_and_si512(all, _mm512_set1_epi8(31));
+    const __m512i lower_half = _mm512_set1_epi8(15);
+    if constexpr (std::is_same_v<Block, BlockQ4_K>) low = _mm512_and_si512(low, lower_half);
+    else low = _mm512_ternarylogic_epi32(lower_half, low, high, 0xca); // there low, elsewhere high
+    if constexpr (std::is_same_v<Block, BlockQ5_K>) low = _mm512_and_si512(low, _mm512_set1_epi8(31));
     if constexpr (std::is_same_v<Block, BlockQ6_K>)
-        all = _mm512_sub_epi8(_mm512_and_si512(all, _mm512_set1_epi8(63)), _mm512_set1_epi8(32));
-    memcpy(q + PAIR * 64, &all, sizeof all);
+        low = _mm512_sub_epi8(_mm512_and_si512(low, _mm512_set1_epi8(63)), _mm512_set1_epi8(32));
+    memcpy(q + PAIR * 64, &low, sizeof low);
 }
 #endif
 
@@ -164,6 +165,7 @@ static INLINE void widen_slice(Out* out, size_t apart, const uint8_t* bytes) {
     alignas(64) int8_t codes[LONGEST_BLOCK / 2];
     if constexpr (Block::COUNT == LONGEST_BLOCK)
         read_codes<Block, PART, 0>(codes, bytes), read_codes<Block, PART, 1>(codes, bytes);
+    asm("" : "+m"(codes)); // (the same)
 #endif
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<Out, bf16> && std::is_base_of_v<ScalesOfSix, Block>) {
