@@ -2,10 +2,11 @@
 #pragma once
 #include "cpu/tiles.h"
 
-// A tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once. Rows of bf16
-// are loaded from where they are; packed ones are widened. `amx_pack` lays out x: row after row, the pairs
+// A tile register is 16 rows of 64 bytes; tdpbf16ps multiplies 16 rows of W by 16 tokens, 32 deep, at once. Rows of
+// bf16 are loaded from where they are; packed ones are widened. `amx_pack` lays out x: row after row, the pairs
 // (x[2i], x[2i+1]) of all 16 tokens side by side. A single token is packed as it is: decoding is the same code, one
-// column wide, and has the bits that it has in any batch. For `in` a multiple of 32 and 32 rows; else avx512_bf16_tile.
+// column wide, and has the bits that it has in any batch. For `in` a multiple of 32 and 32 rows; else
+// avx512_bf16_tile.
 
 // x (N,in) to (N/16, in/2, 16) pairs, zeros for the tokens that are missing in the last 16. N = 1: x itself.
 const bf16* amx_pack(const bf16* x, int N, int in);

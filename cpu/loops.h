@@ -27,8 +27,8 @@
 template <class Set> using Vector = typename Set::Vector;
 
 // The numbers of one row of W as Operands, by format, STEP columns after another. `open` begins at column k, a multiple
-// of 2 * GROUP, and group g of the row; it and `begin` load the scales of the next `unit` columns; `read` gives the next
-// STEP columns. A format without a Reader (STEP 0) is widened by WeightRows, BLOCKS by cpu/blocks.h.
+// of 2 * GROUP, and group g of the row; it and `begin` load the scales of the next `unit` columns; `read` gives the
+// next STEP columns. A format without a Reader (STEP 0) is widened by WeightRows, BLOCKS by cpu/blocks.h.
 template <class Set, Format F, class T> struct Reader {
     static constexpr int STEP = 0;
 };
@@ -48,8 +48,8 @@ template <class Set, class T> struct Reader<Set, Format::INT8, T> {
     const bf16* next;
     Vector<Set> scale[2];
     INLINE void open(const WeightRows<T>& w, int k, int g) {
-        at = w.q + k, next = w.scale + g;
-        begin();
+        at = w.q + k, next = w.scale + g, scale[0] = scale[1] = Vector<Set>{};
+        if (k + STEP <= w.in) begin(); // (else there is no second scale)
     }
     INLINE void begin() {
         Set::fill_two(scale[0], scale[1], next);

@@ -8,8 +8,8 @@ template <class A> struct Plain {
     using Vector = lanes<A>;
     using Operand = Vector;
     template <class T> using Input = A;
-    static constexpr int WIDTH = LANES, SUMS = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, STREAMS = 1, KEYS = 1, MIXED = 1,
-                         OUTER = 2;
+    static constexpr int WIDTH = LANES, SUMS = LANES, ROWS = 2, TOKENS = 2, CHAINS = 1, STREAMS = 1, KEYS = 1,
+                         MIXED = 1, OUTER = 2;
     using Part = int;
     static INLINE Part part(int n) { return std::min(LANES, n); }
     template <class T> static INLINE void load(Vector& v, const T* p, Part n) { load_some(v, p, n); }
@@ -18,7 +18,9 @@ template <class A> struct Plain {
     static INLINE void load_sum(Vector& v, const A* p) { memcpy(&v, p, sizeof v); }
     static INLINE void store_sum(A* p, const Vector& v) { memcpy(p, &v, sizeof v); }
     static INLINE void fill(Vector& v, A a) { v = Vector{} + a; }
-    static INLINE void fill_two(Vector& v, Vector& u, const bf16* p) { fill(v, as_float(p[0])), fill(u, as_float(p[1])); }
+    static INLINE void fill_two(Vector& v, Vector& u, const bf16* p) {
+        fill(v, as_float(p[0])), fill(u, as_float(p[1]));
+    }
     template <class S> static INLINE void load_scaled(Operand& v, const S* p, const Vector& scale) {
         load_lanes(v, p);
         v *= scale;

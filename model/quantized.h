@@ -186,10 +186,11 @@ struct Packer {
 };
 
 // ============================================================================================================== 7 Kept
-// A CPU computes on these as they are, with bit-identical numbers (Linear has the formats): our own INT8; FP8 in blocks
-// of whole groups of 32 columns; AWQ, GPTQ with 4 bits and Q4_0 as INT4; GGUF's other blocks, where they are mapped.
-// Not kept is a matrix that these formats cannot hold: columns in another order (GPTQ's act order), other groups, scales
-// that are not halves, non-finite numbers.
+// A CPU computes on these as they are, with the file's numbers, bit for bit (Linear has the formats), or with the
+// nearest bf16 where its products take bf16 (cpu/tiles.h): our own INT8; FP8 in blocks of whole groups of 32 columns;
+// AWQ, GPTQ with 4 bits and Q4_0 as INT4; GGUF's other blocks, where they are mapped. Not kept is a matrix that these
+// formats cannot hold: columns in another order (GPTQ's act order), other groups, scales that are not halves,
+// non-finite numbers.
 
 // The memory layout of a kept matrix: INT4's bytes differ from the file's; all others are the file's.
 struct Kept {

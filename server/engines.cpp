@@ -11,10 +11,6 @@
 
 namespace server {
 
-template <class T> bool stay_packed(const Options& o) {
-    return o.packed && keeps_packed<T>(o, o.ctx);
-}
-
 template <class T>
 Engines<T>::Engines(Options o, const ModelFile& file, const AdapterFile* adapter, Engine<T>& zero)
     : desk(zero.desk), first(zero) {
@@ -22,7 +18,7 @@ Engines<T>::Engines(Options o, const ModelFile& file, const AdapterFile* adapter
     e.at_most = false;
     for (o.gpu = 1; o.gpu < o.gpus; o.gpu++) {
         const Context ctx = choose_device(o, file);
-        auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, made_format(o), stay_packed<T>(o))});
+        auto one = std::unique_ptr<One>(new One{ctx, Weights<T>(file, made_format(o), keeps_packed<T>(o, o.ctx))});
         to_device(one->ctx, file, one->weights);
         const int rows = e.max_seqs + std::max(e.chunk, e.burst);
         if (adapter) one->attached = std::make_unique<AttachedAdapter<T>>(one->ctx, one->weights, *adapter, rows);
@@ -69,7 +65,6 @@ void Engines<T>::compute(const Options& o, int k, Engine<T>& engine) {
 }
 
 #define INSTANTIATE(T) \
-    template bool stay_packed<T>(const Options&); \
     template struct Engines<T>;
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE

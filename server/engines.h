@@ -11,8 +11,6 @@
 
 namespace server {
 
-// Whether quantised weights stay packed. Otherwise they become bf16, which is faster for a server's many tokens a step.
-template <class T> bool stay_packed(const Options& o);
 
 // Engines 1, 2, .. beside the first, one per GPU, and the threads of all.
 template <class T> struct Engines {

@@ -49,7 +49,7 @@ static std::string batch_depends(const Options& o, const ModelFile& file, const 
     w.field("dtype", o.dtype);
     if (o.ctx.kv_fp8) w.field("kv", "fp8");
     if (o.ctx.fp8_activations) w.field("activations", "fp8");
-    if (file.is_quantized() && stay_packed<bf16>(o)) w.field("packed", true);
+    if (file.is_quantized() && keeps_packed<bf16>(o, o.ctx)) w.field("packed", true);
     w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
 }
@@ -68,7 +68,7 @@ static std::string pages_depend(const Options& o, const ModelFile& file, const A
     w.field("theta", (double)c.rope_theta).field("rope", (int)r.type).field("factor", r.factor);
     w.field("original", r.original).field("attention", r.attention).field("fast", r.fast).field("slow", r.slow);
     w.field("truncate", r.truncate).field("dtype", o.dtype).field("kv_fp8", o.ctx.kv_fp8);
-    w.field("fp8_activations", o.ctx.fp8_activations).field("packed", file.is_quantized() && stay_packed<T>(o));
+    w.field("fp8_activations", o.ctx.fp8_activations).field("packed", file.is_quantized() && keeps_packed<T>(o, o.ctx));
     w.field("plain", o.ctx.plain).field("invariant", o.ctx.invariant);
     std::string device = instruction_set_name(instruction_set);
     if constexpr (WITH_GPU) if (o.ctx.gpu) device = gpu_name(0);
@@ -140,7 +140,7 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         for (size_t i = 0; i < named.size(); i++) hashes[o.adapters[i].first] = adapter_hash(named[i], 1);
         batch = std::make_unique<Batcher>(o.batch, o.output, depends, hashes);
     }
-    Weights<T> weights(file, made_format(o), stay_packed<T>(o));
+    Weights<T> weights(file, made_format(o), keeps_packed<T>(o, o.ctx));
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;

@@ -65,6 +65,24 @@ TEST_CASE_TEMPLATE("packed products have the bits of the same weights unpacked: 
     }
 }
 
+TEST_CASE("packed products: tasks of 64 and 128 rows have the bits of the same weights unpacked") {
+    Random random{36};
+    const int N = 70, in = 320, rows = 1061; // (128 rows a task on up to 2 threads)
+    for (Format format : {Format::INT8, Format::INT4, Format::FP8}) {
+        PackedLinear<bf16> W(random, format, format == Format::INT8 ? 32 : 128, false, {rows}, in);
+        const Unpacked<bf16> rounded(W);
+        const auto x = random.fill<bf16>((size_t)N * in);
+        const std::vector<float> zero((size_t)N * rows);
+        on_every_instruction_set([&] {
+            if (!rounds_packed<bf16>()) return;
+            auto y = poisoned<float>(zero.size()), want = y;
+            linear_add_cpu(cpu(), y.data(), zero.data(), x.data(), W, N);
+            linear_add_cpu(cpu(), want.data(), zero.data(), x.data(), rounded, N);
+            CHECK(same_bits(y, want));
+        });
+    }
+}
+
 TEST_CASE_TEMPLATE("a row of a packed product has the same bits in any batch, for any number of threads", T, bf16, float) {
     Random random{32};
     for (const PackedKind& kind : PACKED_KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {

@@ -2988,7 +2988,7 @@ TEST_CASE("with an adapter a batch says what qwen3 says with it, and not what it
             write_file(scratch / "in", in);
             const std::string out = scratch / "out";
             fs::remove(out);
-            const Result r = Process(PROGRAM, Strings{model, "-z", VOCABULARY, "-d", "cpu", "--packed", "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out} + more).wait();
+            const Result r = Process(PROGRAM, Strings{model, "-z", VOCABULARY, "-d", "cpu", "-j", "1", "--name", "tiny", "--batch", scratch / "in", "-o", out} + more).wait();
             INFO(r.err);
             REQUIRE(r.status == 0);
             CHECK(r.err.find(" parameters, " + (kind.empty() ? "bfloat16" : kind) + ", ") != std::string::npos);
