@@ -13,6 +13,7 @@
 //
 // Here: options, the table of commands, main. A command is a file of book/, under its name.
 #include "base/error.h"
+#include "base/file.h"
 #include "base/options.h"
 #include "book/arguments.h"
 #include "book/chunk.h"
@@ -26,11 +27,13 @@
 #include "book/score_command.h"
 #include "book/split.h"
 #include "book/stats.h"
+#include "book/taught.h"
 #include "book/unpack.h"
 #include <algorithm>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -48,11 +51,14 @@ static const Command COMMANDS[] = {
      "needs pdftotext (poppler-utils); HTML, EPUB, DOCX and ODT need pandoc"},
     {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
      run_prompt, "writes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
+    {"ask", "rows.jsonl", "--model --max-tokens --top-logprobs --dropped", 1, 1, run_ask,
+     "writes requests that ask a teacher the rows' questions, for its answers with log-probabilities"},
     {"generate", "requests.jsonl",
      "--url --key-env --model --parallel --timeout --retries --journal --again --dropped", 1, 1, run_generate,
      "sends the requests to an OpenAI-compatible endpoint (--url URL, --key-env VARIABLE)"},
-    {"collect", "responses.jsonl", "--chunks --dropped", 1, 1, run_collect,
-     "turns the replies into Alpaca rows (--chunks chunks.jsonl)"},
+    {"collect", "responses.jsonl", "--chunks --rows --dropped", 1, 1, run_collect,
+     "turns the replies into Alpaca rows (--chunks chunks.jsonl), or replies to `ask` into rows with the\n"
+     "teacher's log-probabilities (--rows rows.jsonl)"},
     {"filter", "qa.jsonl", "--chunks --terms --skip --lang -z --dropped", 1, 1, run_filter,
      "drops bad and duplicate rows (--chunks chunks.jsonl compares answers with their source)"},
     {"split", "clean.jsonl", "--test --seed --drop-leaks --dropped", 1, 1, run_split,
@@ -83,7 +89,8 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--model", "NAME", "model to ask (default: the one in the requests; generate: else the\n"
          "endpoint's only one)", {}},
         {"", "--max-tokens", "N", "longest reply in tokens; 0: no limit (default: 400, 700, 1500 for each\n"
-         "easy, medium, hard question)", {}},
+         "easy, medium, hard question; ask: no limit)", {}},
+        {"", "--top-logprobs", "N", "likeliest tokens to report at each place (default 20)", {}},
         {"", "--subject", "TEXT", "subject of the book, for the templates (default: not stated)", {}},
         {"", "--examples", "DIR|none", "folder with examples for the templates, such as en/easy.json (default:\n"
          "examples of several everyday subjects)", {}},
@@ -100,6 +107,8 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--again", "FILE", "collect's dropped file: ask unusable replies again (default: off)", {}},
         {"", "--chunks", "FILE", "output of `chunk`: the source of each row (needed by collect; filter's\n"
          "default: do not compare answers with their source)", {}},
+        {"", "--rows", "FILE", "the rows of `ask`: replies become rows with log-probabilities (default: the\n"
+         "replies are to `prompt`)", {}},
         {"", "--terms", "FILE|auto", "require one of these terms in each row; auto: take the terms from the\n"
          "chunks (default: off)", {}},
         {"", "--skip", "RULE,...", "rules to turn off (default: none)", {}},
@@ -119,8 +128,12 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--name", "NAMES", "names of datasets in dataset_info.json, with commas between them; needed to\n"
          "read one", {}},
     };
-    for (auto& o : table)
-        o.set = [&a, key = std::string(*o.brief ? o.brief : o.name)](const char*, const char* v) { a.given[key] = v; };
+    for (auto& o : table) {
+        const bool path = strstr(o.value, "FILE") || strstr(o.value, "DIR"); // (of any bytes)
+        o.set = [&a, key = std::string(*o.brief ? o.brief : o.name), path](const char* option, const char* v) {
+            path ? void(a.given[key] = v) : text(a.given[key])(option, v);
+        };
+    }
     return table;
 }
 
@@ -142,6 +155,21 @@ static std::string usage() {
     Arguments none;
     all += "\nEvery command takes -o FILE, --data DIR and --help. - as an input file is standard input.\n";
     return all + help_text(option_table(none));
+}
+
+// No output replaces a file that the command reads.
+static void must_differ(const Command& c, const Arguments& a) {
+    Strings in = a.files, out;
+    if (c.run == run_pack) out.push_back(in.back()), in.pop_back();
+    for (const char* name : {"--chunks", "--again", "--terms", "-z"})
+        if (a.has(name)) in.push_back(a.text(name));
+    for (const char* name : {"-o", "--dropped", "--journal", "--json"})
+        if (a.has(name)) out.push_back(a.text(name));
+    const std::string folder = a.text("-o", ".");
+    if (c.run == run_split) out.insert(out.end(), {folder + "/train.jsonl", folder + "/test.jsonl"});
+    for (auto& to : out)
+        for (auto& from : in)
+            if (same_file(to, from)) DIE("%s: is read by this command", to.c_str());
 }
 
 static int run(int argc, char** argv) {
@@ -166,6 +194,7 @@ static int run(int argc, char** argv) {
         if (help) return print_help(usage.c_str(), table), 0;
         if (a.files.size() < c.fewest || a.files.size() > c.most)
             DIE("usage: datagen %s %s [%s]", c.name, c.files, c.options);
+        must_differ(c, a);
         return c.run(a);
     }
     DIE("unknown command %s; datagen --help lists them", name.c_str());

@@ -45,7 +45,7 @@
    Contents
    Book I     1 Ops on rows    2 Products    3 Tokens, cache and attention    4 forward    5 generate
               6 Backward ops, AdamW    7 backward
-   Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampler and graph    13 Backward
+   Book II    8 Toolbox    9 Small kernels    10 Products    11 Attention    12 Sampled logits    13 Backward
    and main
 */
 #ifndef QWEN3_CU
@@ -112,7 +112,7 @@ void swiglu(T* out,           // (N,F) out
 
 // ---- fill_rope: cosine and sine of RoPE's angles. Numbers i and i + D/2 of a head form plane i. Its angle is
 // position * theta^(-2i/D), computed in float (for double in double), as Hugging Face does. `scaling` changes these
-// frequencies, and the length of (cosine, sine), for positions beyond those of training.
+// frequencies (scale_frequencies, model/rope.h), and the length of (cosine, sine), for positions beyond training's.
 template <class A>
 void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
                int positions, int D, double theta, const RopeScaling& scaling = {}) {
@@ -131,10 +131,11 @@ void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
 
 // ========================================================================================================== 2 Products
 
-// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021). A Linear has up to three blocks of rows
-// (q, k, v). Each block may have one module, a pair (A_j, B_j); there are m modules. Module j adds s B_j A_j drop_j(x)
-// to its block of y. A_j is the rows j * rank .. (j + 1) * rank - 1 of `A`. The same columns of `B` hold s B_j in the
-// rows of its block, and zeros in all other rows.
+// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021). The Linear below has up to three blocks
+// of rows (q, k, v). Each block may have one module, a pair (A_j, B_j); there are m modules. Module j adds
+// s B_j A_j drop_j(x) to its block of y. All modules are in one matrix `A` and one matrix `B`: rows j * rank to
+// (j + 1) * rank - 1 of `A` are A_j. Columns of the same numbers of `B` hold s B_j in the rows of module j's block, and
+// zeros in all other rows.
 template <class T> struct Adapter {
     int rank = 0;                     // 0: no adapter
     int true_rank = 0;                // rank in the file; A_j has zero rows, B_j zero columns from there on
@@ -179,7 +180,7 @@ template <class T> struct Linear {
     int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // of block b
 };
 
-// ---- product: y[n][r] = sum_i W[r][i] x[n][i]; `store(n, r, y)` is called once for each.
+// ---- product: y[n][r] = sum_i W[r][i] x[n][i]. It calls store(n, r, y[n][r]) for each n and r.
 template <class T, class Store> void product(const Linear<T>& W, const T* x, int N, Store store) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < W.out(); r++)
@@ -190,14 +191,16 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
         }
 }
 
-// drop_j(x)[n][i]: in training 0 or x[n][i] / (1 - p), else x[n][i]. It is not rounded to T, so a faster version may
-// multiply the finished sum by 1 / (1 - p).
-template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) {
-    const acc<T> value = to_acc(x[(size_t)n * W.in + i]);
-    const Dropout* d = W.adapter.dropout;
+// drop_j of a number of token n and column i: in training 0 or value / (1 - p), else the value. It is not rounded to T,
+// so a faster version may multiply the finished sum by 1 / (1 - p).
+template <class T> acc<T> drop(const Adapter<T>& a, int j, int n, int i, acc<T> value) {
+    const Dropout* d = a.dropout;
     if (!d) return value;
-    const bool kept = dropout_mask(*d, d->token[n], W.adapter.module[j], i / 8) >> i % 8 & 1; // a bit for each of 8 i
-    return kept ? value * (1 / (1 - (acc<T>)d->p)) : 0;
+    const uint32_t eight = dropout_mask(*d, d->token[n], a.module[j], i / 8); // bit b: column i / 8 * 8 + b is kept
+    return (eight >> (i % 8) & 1) ? value * (1 / (1 - (acc<T>)d->p)) : 0;
+}
+template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) { // drop_j(x)[n][i]
+    return drop(W.adapter, j, n, i, to_acc(x[(size_t)n * W.in + i]));
 }
 
 // ---- lora_down: h[n][j * rank + r] = sum_i A[j * rank + r][i] drop_j(x[n])[i]
@@ -268,6 +271,19 @@ void norm_linear_swiglu(T* out,          // (N,F) out
     swiglu(out, gate_up, N, W.rows[0]);
 }
 
+// ---- mlp: out = x + swiglu(rmsnorm(x) gate_up^T) down^T
+template <class T>
+void mlp(acc<T>* out,                // (N,C) out
+         T* hidden,                  // (N,F) out: swiglu's
+         T* both,                    // (N,2F) out: gate, up; may be null on a GPU
+         T* normed,                  // (N,C) scratch, as norm_linear's
+         const acc<T>* x,            // (N,C)
+         const T* w,                 // (C)
+         const Linear<T>& gate_up, const Linear<T>& down, int N, float eps) {
+    norm_linear_swiglu(hidden, both, normed, x, w, gate_up, N, eps);
+    linear_add(out, x, hidden, down, N);
+}
+
 // ---- head: the logits of R chosen tokens. They stay acc<T>: they are not rounded to T.
 template <class T>
 void head(acc<T>* logits,  // (R,V) out
@@ -296,8 +312,8 @@ struct Batch {
     const int* pages; // (B, max_pages) block table
     int max_pages;    // pages a sequence can have
     int singles = 0;  // leading rows that are the only row of their sequence
-    int splits = 1;   // GPU: splits of SPLIT keys in the longest of these sequences
-    int longest = 0;  // GPU: keys of the longest sequence after them; 0: not known
+    int splits = 1;   // Book II: parts of SPLIT keys in the longest of the singles' sequences
+    int longest = 0;  // Book II: keys of the longest of the other sequences; 0: not known
     bool fp8 = false; // the cache is FP8: see KVRow
 };
 
@@ -331,7 +347,8 @@ struct HeadShape { // H, K, D of the notation; eps of the heads' norms
     int H, K, D;
     float eps = 0;
 };
-template <class T> struct LayerCache { T *keys, *values; }; // (pages, K, 16, D) each: one layer of a KVCache
+// One layer of a KVCache, (pages, K, 16, D) each. store_kv and KVRow (model/kv_cache.h) write and read a row of D.
+template <class T> struct LayerCache { T *keys, *values; };
 template <class T> struct HeadNorms {
     const T *q, *k;     // (D) weights of the heads' norms
     const acc<T>* rope; // (positions, D/2, 2) cosine and sine
@@ -447,12 +464,15 @@ void route(const Routed<T>& out,
         acc<T> *p = out.p + (size_t)n * E, *share = out.share + (size_t)n * k, all = 0, sum = 0;
         int *expert = out.expert + (size_t)n * k, chosen = 0;
         const acc<T> top = *std::max_element(p, p + E);
-        for (int e = 0; e < E; e++) all += p[e] = std::exp(p[e] - top);
+        for (int e = 0; e < E; e++) p[e] = std::exp(p[e] - top), all += p[e];
         for (int e = 0; e < E; e++) p[e] /= all;
         for (int e = 0; e < E && chosen < k; e++) {
-            int ahead = 0; // experts that are chosen before e
-            for (int f = 0; f < E; f++) ahead += p[f] > p[e] || (p[f] == p[e] && f < e);
-            if (ahead < k) sum += share[chosen] = p[e], expert[chosen++] = b.seq[n] < 0 ? -1 : e;
+            int rank = 0; // experts that are chosen before e
+            for (int f = 0; f < E; f++) rank += p[f] > p[e] || (p[f] == p[e] && f < e);
+            if (rank >= k) continue;
+            expert[chosen] = b.seq[n] < 0 ? -1 : e;
+            share[chosen++] = p[e];
+            sum += p[e];
         }
         for (int j = 0; j < k && normed; j++) share[j] /= sum;
     }
@@ -465,7 +485,7 @@ void route(const Routed<T>& out,
     out.first[E] = at;
 }
 
-// A product for an expert's pairs only: the dropout masks of its rows are those of their tokens.
+// An expert's matrix, for the n rows of its pairs. Row i belongs to token pair[i] / k, whose dropout mask it has.
 template <class T> struct PairsProduct {
     Linear<T> W;
     Dropout dropout;
@@ -618,13 +638,12 @@ void mlp_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Bat
                  typename Activations<T>::PerLayer& s) {
     const int N = b.N;
     if (layer.experts.empty()) {
-        RUN(norm_linear_swiglu, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, N, c.eps);
-        RUN(linear_add, s.out, s.mid, s.hidden, layer.down, N);
-        return;
+        RUN(mlp, s.out, s.hidden, s.gate_up, s.norm2, s.mid, layer.norm2, layer.gate_up, layer.down, N, c.eps);
+    } else {
+        RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
+        RUN(route, s.routed, s.norm2, layer.router, b, c.k, c.normed_shares);
+        RUN(expert_mlp, s.out, s.gate_up, s.hidden, s.rows, s.mid, s.norm2, layer.experts, s.routed, N, c.k);
     }
-    RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, c.C, c.eps);
-    RUN(route, s.routed, s.norm2, layer.router, b, c.k, c.normed_shares);
-    RUN(expert_mlp, s.out, s.gate_up, s.hidden, s.rows, s.mid, s.norm2, layer.experts, s.routed, N, c.k);
 }
 
 // One layer: s.in to s.out.
@@ -667,8 +686,8 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
     Arena arena;
     Activations<T> a;
     KVCache<T> kv;
-    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); }; // counts, then hands out
-    plan(), arena.allocate("generate"), plan();
+    const auto plan = [&] { a.plan(arena, c, (int)prompt), kv.plan(arena, c, pages.size()); };
+    plan(), arena.allocate("generate"), plan(); // the first time it counts bytes, the second it sets pointers
     for (size_t done = 0; ids.size() < context;) { // the prompt, then one id at a time
         const int N = (int)(ids.size() - done), last = N - 1;
         const Batch b = {N, 1, &ids[done], &pos[done], &seq[done], &pos[done], pages.data(), (int)pages.size(), N == 1};
@@ -735,75 +754,6 @@ void head_loss(acc<T>* loss,   // (R) out
     head(logits, picked, x, of.rows, W, of.R);
     cross_entropy(loss, dlogits, logits, of.target, of.scale, of.R, W.out());
     for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
-}
-
-// Distillation (Agarwal et al., "On-policy distillation of language models: learning from self-generated mistakes",
-// 2024, equation 1). m is beta p + (1 - beta) q, of the teacher's p and the student's q.
-struct Distillation {
-    float beta = 0;        // D = beta KL(p || m) + (1 - beta) KL(q || m); 0: KL(p || q), 1: KL(q || p)
-    float temperature = 1; // p = softmax(teacher / temperature), q = softmax(logits / temperature)
-    float weight = 1;      // loss = weight D + (1 - weight) cross_entropy
-
-    template <class A> A log_mixture(A log_p, A log_q) const {
-        if (beta == 0) return log_q;
-        if (beta == 1) return log_p;
-        const A top = std::max(log_p, log_q);
-        return top + std::log(beta * std::exp(log_p - top) + (1 - beta) * std::exp(log_q - top));
-    }
-    float of_p() const { return beta == 0 ? 1 : beta == 1 ? 0 : beta; } // weights of both divergences in D
-    float of_q() const { return beta == 0 ? 0 : beta == 1 ? 1 : 1 - beta; }
-};
-template <class A> struct DistillationRows {
-    const A* teacher;  // (R,V) logits
-    const int* target; // (R)
-    Distillation how;
-    A scale;
-    int R, V;
-};
-template <class A> struct Distilled {
-    A *loss, *divergence; // (R) divergence: D
-    A* agrees;            // (R) 1 if the likeliest id is the teacher's, else 0
-};
-// log(sum_v e^(by x[v]))
-template <class A> A log_sum(const A* x, int V, A by) {
-    const A top = by * *std::max_element(x, x + V);
-    A sum = 0;
-    for (int v = 0; v < V; v++) sum += std::exp(by * x[v] - top);
-    return std::log(sum) + top;
-}
-// ---- distillation: loss[r] = weight D(p, q) + (1 - weight) cross_entropy(logits[r], target[r])
-// dlogits[r] = scale (weight / temperature dD + (1 - weight) (softmax(logits[r])[v] - [v = target[r]])), where
-// dD[v] = q - p if beta is 0, else of_q q (log(q / m) - KL(q || m)). dlogits is in the memory of logits: row r begins
-// where row r of logits began.
-template <class T>
-void distillation(const Distilled<acc<T>>& out, // (R) out
-                  T* dlogits,                   // the memory of logits; null: no gradient
-                  acc<T>* logits,               // (R,V) in; become dlogits
-                  const DistillationRows<acc<T>>& of) {
-    using A = acc<T>;
-    const Distillation& how = of.how;
-    const int V = of.V;
-    const A by = 1 / (A)how.temperature, weight = how.weight;
-    for (int r = 0; r < of.R; r++) {
-        const A *s = logits + (size_t)r * V, *t = of.teacher + (size_t)r * V;
-        const A sum_s = log_sum(s, V, by), sum_t = log_sum(t, V, by), sum = log_sum(s, V, (A)1);
-        A from_p = 0, from_q = 0; // KL(p || m), KL(q || m)
-        for (int v = 0; v < V; v++) {
-            const A log_p = by * t[v] - sum_t, log_q = by * s[v] - sum_s, log_m = how.log_mixture(log_p, log_q);
-            from_p += std::exp(log_p) * (log_p - log_m), from_q += std::exp(log_q) * (log_q - log_m);
-        }
-        out.divergence[r] = how.of_p() * from_p + how.of_q() * from_q;
-        out.loss[r] = weight * out.divergence[r] + (1 - weight) * (sum - s[of.target[r]]);
-        out.agrees[r] = std::max_element(s, s + V) - s == std::max_element(t, t + V) - t;
-        for (int v = 0; v < V && dlogits; v++) { // as in cross_entropy
-            const A log_p = by * t[v] - sum_t, log_q = by * s[v] - sum_s, log_m = how.log_mixture(log_p, log_q);
-            const A by_z = how.beta == 0 ? std::exp(log_q) - std::exp(log_p)
-                                         : how.of_q() * std::exp(log_q) * (log_q - log_m - from_q);
-            const A by_s = std::exp(s[v] - sum) - (v == of.target[r]);
-            const T d = to_stored<T>(of.scale * (weight * by * by_z + (1 - weight) * by_s));
-            memcpy((uint8_t*)(logits + (size_t)r * V) + v * sizeof(T), &d, sizeof(T));
-        }
-    }
 }
 
 // ---- add_losses: total += loss[0] + loss[1] + ..., in double and in order
@@ -888,9 +838,7 @@ void linear_backward_input(T* dx,       // (N, W.in) out
                 acc<T> part = 0;
                 for (size_t r = (size_t)j * a.rank; r < (size_t)(j + 1) * a.rank; r++)
                     part += to_acc(dh[n * width + r]) * to_acc(a.A[r * in + i]);
-                const Dropout* d = a.dropout;
-                if (d && !(dropout_mask(*d, d->token[n], a.module[j], (uint32_t)i / 8) >> i % 8 & 1)) continue;
-                sum += d ? part * (1 / (1 - (acc<T>)d->p)) : part;
+                sum += drop(a, j, n, (int)i, part);
             }
             for (size_t r = 0; r < out; r++) sum += to_acc(dy[n * out + r]) * W.at((int)r, (int)i);
             dx[n * in + i] = to_stored<T>(sum);
@@ -1128,6 +1076,16 @@ struct AdamW {
     int64_t step = 0; // from 1
     float copy = 1;   // stored = copy * p: s for an adapter's B, else 1
 };
+template <class A> struct AdamWStep { // constants of one step
+    A beta1, beta2;
+    A root, keep, pace; // sqrt(v) / sqrt(v'); 1 - lr decay; lr m' / m
+    A eps, clip, copy;
+    explicit AdamWStep(const AdamW& a)
+        : beta1(a.beta1), beta2(a.beta2), root((A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step))),
+          keep((A)(1 - (double)a.lr * a.decay)), pace((A)a.lr / (A)(1 - std::pow((double)a.beta1, (double)a.step))),
+          eps(a.eps), clip(a.clip), copy(a.copy) {}
+    A scale(double norm) const { return (A)(clip > 0 ? std::min(1., clip / (norm + 1e-6)) : 1.); } // of g
+};
 template <class T>
 void adamw(T* stored,          // (n) out: copy * p, which the products read
            acc<T>* p,          // (n) in place
@@ -1138,17 +1096,15 @@ void adamw(T* stored,          // (n) out: copy * p, which the products read
            size_t n, const AdamW& a) {
     using A = acc<T>;
     if (!std::isfinite(*norm)) return;
-    const A scale = (A)(a.clip > 0 ? std::min(1., a.clip / (*norm + 1e-6)) : 1.);
-    const A m_correction = (A)(1 - std::pow((double)a.beta1, (double)a.step));
-    const A v_correction = (A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step)); // of sqrt(v)
-    const A keep = (A)(1 - (double)a.lr * a.decay), pace = (A)a.lr / m_correction;
+    const AdamWStep<A> s(a);
+    const A scale = s.scale(*norm);
     #pragma omp parallel for schedule(static) if (n > 2000)
     for (size_t i = 0; i < n; i++) {
         const A gi = g[i] * scale;
-        m[i] += (gi - m[i]) * (1 - (A)a.beta1);
-        v[i] = v[i] * (A)a.beta2 + gi * gi * (1 - (A)a.beta2);
-        p[i] = p[i] * keep - pace * (m[i] / (std::sqrt(v[i]) / v_correction + (A)a.eps));
-        stored[i] = to_stored<T>(p[i] * (A)a.copy);
+        m[i] += (gi - m[i]) * (1 - s.beta1);
+        v[i] = v[i] * s.beta2 + gi * gi * (1 - s.beta2);
+        p[i] = p[i] * s.keep - s.pace * (m[i] / (std::sqrt(v[i]) / s.root + s.eps));
+        stored[i] = to_stored<T>(p[i] * s.copy);
     }
 }
 
@@ -1184,11 +1140,11 @@ template <class T> struct Flow {
     acc<T>* parts;   // scratch of head_loss_gpu
     T* picked;       // (head_rows,C) rows of Activations::normed, not a gradient
     int head_rows;   // rows that go through the head at once
-    T* rows;         // of experts: (N,C) the y of one
-    acc<T>* sum;     // ... (N,C) of their input
-    acc<T>* share;   // ... (N,k) of their shares
-    T* scores;       // ... (N,E) of the router's scores
-    acc<T>* slope;   // ... (E) of balance_loss; null: it is not trained
+    T* rows;         // experts: (N,C) rows of y, of the tokens of one expert
+    acc<T>* sum;     // experts: (N,C) of their input
+    acc<T>* share;   // experts: (N,k) of their shares
+    T* scores;       // experts: (N,E) of the router's scores
+    acc<T>* slope;   // experts: (E) of balance_loss; null: it is not trained
 
     void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu); // model/plans.cpp
 };
@@ -1221,9 +1177,9 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
     }
 }
 
-// The load-balancing loss of a batch that went forward, E sum_e f_e P_e: f_e is how many tokens have expert e, P_e the
-// sum of their p, both of all layers and divided by tokens times layers. (Fedus et al., section 2.2.) slope_e becomes
-// the gradient of `scale` times the loss with respect to any p_e.
+// The load-balancing loss of a batch that went forward: E sum_e f_e P_e (Fedus et al., section 2.2). f_e is the number
+// of tokens that have expert e, P_e the sum of p_e over all tokens; both are sums over the layers, divided by tokens
+// times layers. slope_e becomes the gradient of `scale` times the loss with respect to each p_e.
 template <class T>
 double balance_loss(acc<T>* slope, // (E) out
                     const Config& c, const Activations<T>& a, const Batch& b, double scale) {
@@ -1244,9 +1200,11 @@ double balance_loss(acc<T>* slope, // (E) out
     return loss;
 }
 
-// The experts of a layer, one after another: out = mid + sum_j share_j y_j, y_j = down_e(swiglu(gate_up_e(x))).
-// d.sum becomes the gradient of x through them, d.share[j] = dy . y_j = (dy down_e) . hidden. An adapter's h and dh are
-// those of share_j y_j; the h of forward is not kept.
+// The experts of a layer, one after another: out = mid + sum_j share_j y_j, y_j = hidden down_e^T,
+// hidden = swiglu(gate_up), gate_up = x gate_up_e^T. dout is d.y.
+// d.share[j] = dout . y_j = (dout down_e) . hidden, so that y_j is not computed again;  d.sum: dx, of all experts.
+// The gradient of y_j is share_j dout. The product with down_e takes dout, for d.share; share_j multiplies its results.
+// forward did not keep the h of adapters: they are computed again.
 template <class T>
 void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<T>::PerLayer& s, Flow<T>& d,
                       const typename Gradients<T>::OfLayer& g, int N, int k) {
@@ -1259,17 +1217,17 @@ void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<
         const int n = to.first[e + 1] - to.first[e], *pair = to.pair + first;
         if (n == 0) continue;
         const PairsProduct<T> up(layer.experts[e].gate_up, pair, n, k), down(layer.experts[e].down, pair, n, k);
-        const auto& grads = g.experts[e];
+        const Adapter<T>&a = down.W.adapter, &b = up.W.adapter;
+        const typename Gradients<T>::OfLayer::OfExpert& grads = g.experts[e];
         T *hidden = s.hidden + first * M, *gate_up = s.gate_up + first * 2 * M;
         std::vector<acc<T>> share(n);
-        for (int i = 0; i < n; i++) {
+        for (int i = 0; i < n; i++) { // the expert's rows of dout and of x
             share[i] = to.share[pair[i]];
             std::copy_n(d.y + pair[i] / k * C, C, d.rows + i * C);
             std::copy_n(s.norm2 + pair[i] / k * C, C, s.rows + i * C);
         }
         auto scale = [&](T* x, size_t width) { RUN(scale_rows, x, width, share.data(), n, (int)width); };
-        const Adapter<T>&a = down.W.adapter, &b = up.W.adapter;
-        if (a.rank) {
+        if (a.rank) { // h times the share: dB = dout^T h
             RUN(lora_down, a.h, hidden, down.W, n);
             scale(a.h, a.width());
         }
@@ -1363,8 +1321,10 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 #endif
 
 // ###################################################### Book II ######################################################
-// Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Suites also
-// compile some of the kernels for a CPU and run them there (tests/emulate).
+// Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Three are
+// elsewhere: those of experts in model/experts.cu, of `sample` in model/sample.cu, of `distillation` in
+// train/distillation.cu, of `adamw8` in train/moments.cu. Suites also compile some of the kernels for a CPU and run
+// them there (tests/emulate).
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
@@ -1391,7 +1351,6 @@ struct Gpu {
     size_t unpacked_numbers = 0;
     bf16* rounded = nullptr;     // the activations of FP8 products, with Context::fp8_activations
     size_t rounded_numbers = 0;
-    struct { const bf16* x = nullptr; int N = 0, in = 0; } ahead; // activations already stored there: see E4M3Rows
     bf16* widened = nullptr;     // one layer's FP8 keys and values as bf16: see widen_pages_kernel
     size_t widened_numbers = 0;
 };
@@ -1486,15 +1445,6 @@ __device__ inline uint32_t pack(float first, float second) {
     return pair;
 }
 __device__ inline bf16 round_bf16(float x) { return {(uint16_t)pack(x, 0)}; }
-__device__ inline uint32_t pack_e4m3(float first, float second) { // the first in the lower byte; see float_to_e4m3
-#if __CUDA_ARCH__ >= 890
-    uint16_t pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
-    return pair;
-#else
-    return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
-#endif
-}
 __device__ inline uint32_t pack_half(float first, float second) { // in half precision
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
@@ -1542,12 +1492,6 @@ __device__ inline void mma_half(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
-}
-// a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
-__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
 }
 // x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
@@ -1946,7 +1890,7 @@ struct Epilogue {
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread receives the sums of both
     static constexpr bool ADDS = false;          // the sum is added to a number that the kernel loads early
     static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
-    static constexpr bool MASKS = false;         // `four`'s kernels mask an adapter's sums: section 13, Dropout
+    static constexpr bool MASKS = false;         // `four`'s kernels mask an adapter's sums: model/dropout_kernels.h
     static constexpr bool PARTS = false;         // ... and compute parts of a softmax: section 13, head_loss
     static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
@@ -2431,7 +2375,7 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[S::MF][S::NF][4], ui
     }
 }
 
-// Section 13 has these, for epilogues with MASKS and with PARTS.
+// For epilogues with MASKS: model/dropout_kernels.h; with PARTS: section 13, head_loss.
 template <class S> struct KeptWords;
 template <class S, class Epilogue>
 __device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
@@ -2663,13 +2607,7 @@ struct LoraArgs {
     __device__ int first_row(int group) const { return group % each() * 32; } // of its module's
 };
 
-// The top bits of four bytes, each eight times. `which`: in hexadecimal, from the last digit on, 8 + the number of a
-// byte of a (0 .. 3) or b (4 .. 7).
-__device__ __forceinline__ uint32_t spread_bits(uint32_t a, uint32_t b, uint32_t which) {
-    uint32_t y;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(which));
-    return y;
-}
+#include "model/dropout_kernels.h" // masks of dropout
 
 // Calls launch(std::integral_constant<int, G>()): a block processes G groups of 32 of an adapter's rows at once.
 template <class Launch> void in_groups(int groups, Launch launch) {
@@ -2779,71 +2717,6 @@ __device__ __forceinline__ void lora_down_copy(uint32_t to, const bf16* x, const
                    i < p.in && j < p.modules && r < p.rank);
     }
 }
-// A lane's half of the masks of token n for the 64 numbers i64, a word a group: those that are made already; or new
-// ones, which are stored.
-template <int GROUPS>
-__device__ __forceinline__ void load_masks(uint32_t (&kept)[GROUPS], const LoraArgs& p, int first, int n, int i64) {
-    #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
-        const int j = p.module_of(first + k);
-        const bool there = j < p.modules && n < p.N && i64 < p.kept.sixty_fours;
-        kept[k] = there ? p.kept.at(j, i64, n)[threadIdx.x % 32 / 16] : 0;
-    }
-}
-template <int GROUPS>
-__device__ __forceinline__ void make_masks(uint32_t (&kept)[GROUPS], const LoraArgs& p, int first, int n, uint32_t name,
-                                           int i64) {
-    const int half = threadIdx.x % 32 / 16;
-    #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
-        const int j = p.module_of(first + k);
-        kept[k] = ~0u;
-        if (k && j == p.module_of(first + k - 1)) kept[k] = kept[k - 1];
-        else if (p.dropping && j < p.modules) {
-            kept[k] = 0;
-            #pragma unroll
-            for (int c = 0; c < 4; c++)
-                kept[k] |= dropout_mask(p.dropout, p.keys, name, p.name(j), i64 * 8 + half * 4 + c) << 8 * c;
-            if (n < p.N && i64 < p.kept.sixty_fours) p.kept.at(j, i64, n)[half] = kept[k];
-        }
-    }
-}
-// sum += drop(x) A^T for one panel; x_at: the warp's 16 tokens.
-template <int GROUPS>
-__device__ __forceinline__ void multiply_dropped(float (&sum)[GROUPS][4][4], const uint32_t (&kept)[GROUPS],
-                                                 uint32_t x_at, int token, uint32_t A_at) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        uint32_t even[GROUPS][2], odd[GROUPS][2]; // of tokens g and g + 8: top bits for columns 2 t and 2 t + 1
-        #pragma unroll
-        for (int k = 0; k < GROUPS; k++)
-            #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const uint32_t word = __shfl_sync(~0u, kept[k], half * 16 + e * 8 + g) >> 2 * t;
-                even[k][e] = word << 7, odd[k][e] = word << 6;
-            }
-        #pragma unroll
-        for (int e = 0; e < 2; e++) { // 16 numbers of `in`
-            const int c = (half * 2 + e) * 2;
-            uint32_t a[4], b[2][4];
-            ldmatrix(a, chunk_address(x_at, token + lane % 16, c + lane / 16));
-            #pragma unroll
-            for (int k = 0; k < GROUPS; k++) {
-                #pragma unroll
-                for (int f = 0; f < 2; f++)
-                    ldmatrix(b[f], chunk_address(A_at, k * 32 + f * 16 + lane % 8 + lane / 16 * 8, c + lane / 8 % 2));
-                uint32_t y[4];
-                #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    y[q] = a[q] & spread_bits(even[k][q % 2], odd[k][q % 2], 0xcc88 + (2 * e + q / 2) * 0x1111);
-                #pragma unroll
-                for (int f = 0; f < 4; f++)
-                    mma(sum[k][f], y[0], y[1], y[2], y[3], b[f / 2][f % 2 * 2], b[f / 2][f % 2 * 2 + 1]);
-            }
-        }
-    }
-}
 template <int GROUPS, bool MADE>
 __global__ void __launch_bounds__(LoraDownShape<GROUPS>::THREADS, 512 / LoraDownShape<GROUPS>::THREADS)
 lora_down_kernel(bf16* h, const bf16* x, const __grid_constant__ LoraArgs p) {
@@ -2919,10 +2792,11 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 #endif
 
 // ---- The product for any number of tokens. x W^T: an adapter's h and s B are further columns of x and W; for up to 16
-// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed.
+// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed. rounded: x as e4m3, or {}.
 void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
 template <class Epilogue>
-void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false) {
+void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false,
+                 const E4M3Rows& rounded = {}) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
     if (N <= STREAM_TOKENS && !ctx.invariant) {
@@ -2938,7 +2812,7 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
                 return few(BesideAdapter<Epilogue>(epilogue, W));
             }
     }
-    if (Optional::many(ctx, epilogue, x, W, N)) return;
+    if (Optional::many(ctx, epilogue, x, rounded, W, N)) return;
     Optional::weights(ctx, W, [&](const bf16* weights) {
         TileArgs p = {x, weights, N, W.in, out};
         p.early = N <= 128;
@@ -2950,12 +2824,12 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     });
 }
 // The same for rmsnorm(stream). `normed` (N,in) holds that if the product does not compute it for itself, or rounds it.
+// output: becomes the product's output as e4m3 if the kernel stored it so, too; null: not wanted.
 template <class Epilogue>
 void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float* stream, const bf16* norm,
-                      const Linear<bf16>& W, int N, float eps) {
-    ctx.gpu->ahead = {};
+                      const Linear<bf16>& W, int N, float eps, E4M3Rows* output = nullptr) {
     if (N > NORM_TOKENS || ctx.invariant || W.adapter.rank || W.format != Format::PLAIN) {
-        if (Optional::norm_many(ctx, epilogue, stream, norm, W, N, eps)) return;
+        if (Optional::norm_many(ctx, epilogue, stream, norm, W, N, eps, output)) return;
         const bool made = W.adapter.dropout && norms_by_warps(ctx, N);
         if (!made) rmsnorm_gpu(ctx, normed, stream, norm, N, W.in, eps);
         else rmsnorm_masks_gpu(ctx, normed, stream, norm, eps, LoraArgs(W, N), N);
@@ -2976,14 +2850,21 @@ void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, cons
 }
 #endif
 #if COMPILED(PART_LINEAR_ADD)
-void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N) {
-    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N);
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N,
+                    const E4M3Rows& rounded) {
+    product_gpu(ctx, AddEpilogue(out, residual, W.out()), x, W, N, false, rounded);
 }
 #endif
 #if COMPILED(PART_SWIGLU)
 void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
-                            const Linear<bf16>& W, int N, float eps) {
-    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps);
+                            const Linear<bf16>& W, int N, float eps, E4M3Rows* rounded) {
+    norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps, rounded);
+}
+void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, const float* x, const bf16* w,
+             const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps) {
+    E4M3Rows rounded; // hidden, for down
+    norm_linear_swiglu_gpu(ctx, hidden, both, normed, x, w, gate_up, N, eps, &rounded);
+    linear_add_gpu(ctx, out, x, hidden, down, N, rounded);
 }
 #endif
 #if COMPILED(PART_HEAD)
@@ -2993,7 +2874,7 @@ void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const in
     if (W.format == Format::PLAIN || (R <= STREAM_TOKENS && !ctx.invariant))
         return product_gpu(ctx, epilogue, picked, W, R);
     const bf16* of = picked;
-    if (Optional::many(ctx, epilogue, of, W, R)) return;
+    if (Optional::many(ctx, epilogue, of, {}, W, R)) return;
     Optional::parts(ctx, W, false, [&](int first, int count, const bf16* weights) {
         tile_product(ctx, {picked, weights, R, W.in, count}, StoreEpilogue<float>(logits + first, W.out()));
     });
@@ -3842,20 +3723,16 @@ void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<b
 }
 #endif
 
-// ================================================================================================ 12 Sampler and graph
-// From logits to tokens: Book I's `sample`, with the same bits, since probabilities are integers and every float step
-// is rounded alike. Parameters, counts and the next step's batch are in the GPU's memory, so that one graph of a step
-// (record_graph) serves all draws; model/draw_ahead.cu launches it.
+// =================================================================================================== 12 Sampled logits
+// The head's product of a decoding step; model/sample.cu samples from its logits. Parameters, counts and the batch of
+// the next step are in the GPU's memory, so that one graph of a step (model/graph.h) serves them all;
+// model/draw_ahead.cu launches it.
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
 // A larger key is likelier: the logit, then the lower id.
 __device__ inline unsigned long long draw_key(float logit, int id) {
     const uint32_t u = __float_as_uint(logit + 0.f); // -0 becomes 0
     return (unsigned long long)(u >> 31 ? ~u : u | 0x80000000) << 32 | (uint32_t)~id;
-}
-__device__ inline float logit_of(unsigned long long key) {
-    const uint32_t u = (uint32_t)(key >> 32);
-    return __uint_as_float(u >> 31 ? u & 0x7fffffff : ~u);
 }
 
 // The sampled token becomes the next step's batch, is counted and stored, and goes to the host.
@@ -3910,313 +3787,6 @@ RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uin
     const DrawEpilogue epilogue = {{}, logits, (size_t)W.out(), draw, seen, best};
     if (const RowsDealt dealt = Optional::few(ctx, epilogue, x, rows, W, R); dealt.blocks) return dealt;
     return stream_product(ctx, StreamArgs{x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
-}
-#endif
-
-#if COMPILED(PART_DRAWS)
-// The sum over the threads before this one.
-__device__ inline unsigned long long block_sum_before(unsigned long long x) {
-    __shared__ unsigned long long parts[32];
-    unsigned long long sum = x;
-    for (int lane = 1; lane < 32; lane *= 2) {
-        const unsigned long long other = __shfl_up_sync(~0u, sum, lane);
-        if ((int)threadIdx.x % 32 >= lane) sum += other;
-    }
-    __syncthreads();
-    if (threadIdx.x % 32 == 31) parts[threadIdx.x / 32] = sum;
-    __syncthreads();
-    for (int w = 0; w < (int)threadIdx.x / 32; w++) sum += parts[w];
-    return sum - x;
-}
-
-// ---- sample_kernel: Book I's `sample`, and the next step's batch
-// A block of 1024 threads owns a row of logits, a thread every 1024th id; 29 KB of shared memory. The likeliest ids go
-// to a list in shared memory, whose entries are all compared with each other. With top-k the list gets all ids from the
-// k-th on of the likeliest ids of disjoint groups: at least k and hardly more. If the groups are those of the head's
-// blocks, these ids are in the few blocks whose likeliest is among them. Without top-k it gets as many ids as it holds,
-// by bins of their exponents. If more ids are candidates than the list holds (flat distributions without top-k),
-// bisection over all ids finds the least key that is kept, a pass for each bit. Bound by the L2 cache bandwidth of one
-// multiprocessor: 5 us a pass over 151,936 logits.
-inline constexpr int DRAW_THREADS = 1024;
-inline constexpr int LIST = DRAW_THREADS; // a thread an entry
-inline constexpr int BINS = 2048;         // of 1/64 of the exponent
-inline constexpr float WEIGHT_ONE = 1099511627776.f; // of the likeliest id: weights are integers in steps of 2^-40
-
-struct DrawList {
-    unsigned long long keys[LIST], weights[LIST];
-    unsigned long long groups[DRAW_GROUPS]; // the largest key of each
-    unsigned long long top, least;     // the largest key of all; the k-th of the groups', 0: there are fewer
-    uint16_t blocks[BEST_BLOCKS];      // of the head's, those that have ids from `least` on
-    uint32_t bins[BINS];     // how many ids each has
-    int count, cut;          // entries; bins that go to the list
-    int block_count;
-    int answer;              // the sampled id
-};
-
-// One row of logits and how to sample from it.
-struct DrawRow {
-    const float* logits;
-    const int exist;
-    const Sampling how;
-    float top = 0; // the largest logit, once it is known
-    __device__ DrawRow(const float* logits, const Draw& draw) : logits(logits), exist(draw.exist), how(draw.how) {}
-    __device__ int k() const { return how.top_k > 0 ? how.top_k : INT_MAX; }
-    __device__ float exponent(float logit) const { return (logit - top) / how.temperature; }
-    // f(id, its logit) for this thread's ids, with eight loads in flight at once.
-    template <class F> __device__ __forceinline__ void each(F f) const {
-        constexpr int LOADS = 8;
-        for (int first = threadIdx.x; first < exist; first += LOADS * DRAW_THREADS) {
-            float x[LOADS];
-            GPU_UNROLL
-            for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS) x[i] = id < exist ? logits[id] : 0;
-            GPU_UNROLL for (int i = 0, id = first; i < LOADS; i++, id += DRAW_THREADS)
-                if (id < exist) f(id, usable(x[i]));
-        }
-    }
-    // The same for the ids of list.blocks, of which a warp has one at a time, and a lane four neighbours.
-    template <class F>
-    __device__ __forceinline__ void each_of(const DrawList& list, const RowsDealt& dealt, F f) const {
-        constexpr int LOADS = 3;
-        const int fours = dealt.rows / 4;
-        for (int b = threadIdx.x / 32; b < list.block_count; b += DRAW_THREADS / 32) {
-            const int first = (list.blocks[b] + dealt.blocks - dealt.shift) % dealt.blocks;
-            auto id_of = [&](int i) { return (first + i / fours * dealt.blocks) * dealt.rows + i % fours * 4; };
-            for (int i = threadIdx.x % 32; id_of(i) < exist; i += LOADS * 32) {
-                float4 x[LOADS];
-                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
-                    const int id = id_of(i + l * 32);
-                    x[l] = id < exist ? *(const float4*)(logits + id) : float4{};
-                }
-                GPU_UNROLL for (int l = 0; l < LOADS; l++) {
-                    const int id = id_of(i + l * 32);
-                    const float four[4] = {x[l].x, x[l].y, x[l].z, x[l].w};
-                    GPU_UNROLL for (int j = 0; j < 4; j++) if (id + j < exist) f(id + j, usable(four[j]));
-                }
-            }
-        }
-    }
-    __device__ static unsigned long long weight(float exponent) { // e^-28 is below a step
-        return exponent < -28.f ? 0ull : (unsigned long long)(exp_exact(exponent) * WEIGHT_ONE);
-    }
-    __device__ static int bin(float exponent) { return min(BINS - 1, (int)(exponent * -64)); }
-};
-
-// The largest key, to list.top, and of each group: from the likeliest of the head's blocks (`best`), if they were
-// computed, else from all logits. Returns the largest key that this thread saw: its block's, or of its ids.
-__device__ __forceinline__ unsigned long long find_likeliest(DrawList& list, const DrawRow& row,
-                                                             const unsigned long long* best, int blocks) {
-    unsigned long long mine = 0;
-    if (best) {
-        if ((int)threadIdx.x < blocks) mine = best[threadIdx.x];
-    } else {
-        row.each([&](int id, float logit) { mine = max(mine, draw_key(logit, id)); });
-    }
-    unsigned long long most = mine;
-    if (most) atomicMax(&list.groups[threadIdx.x % DRAW_GROUPS], most);
-    for (int lane = 16; lane; lane /= 2) most = max(most, __shfl_xor_sync(~0u, most, lane));
-    if (threadIdx.x % 32 == 0 && most) atomicMax(&list.top, most);
-    __syncthreads();
-    return mine;
-}
-
-// For top-k: the ids from list.least on to the list, in any order, their weight to `listed`. False: there are fewer
-// groups than k, or more ids than the list holds. Weights fall with keys: if the list gets fewer than k ids then no
-// other id has a weight. dealt: the distribution to the head's blocks, of which this thread's has `mine`; or to none.
-__device__ __forceinline__ bool list_from_kth(DrawList& list, const DrawRow& row, const RowsDealt& dealt,
-                                              unsigned long long mine, unsigned long long& listed) {
-    const int groups = dealt.blocks ? min(DRAW_GROUPS, dealt.blocks) : DRAW_GROUPS;
-    if ((int)threadIdx.x < groups) {
-        const unsigned long long own = list.groups[threadIdx.x];
-        int rank = 0;
-        for (int other = 0; other < groups; other++) rank += list.groups[other] > own;
-        if (own && rank == row.k() - 1) list.least = own;
-    }
-    __syncthreads();
-    if (!list.least) return false;
-    if (dealt.blocks) {
-        if (mine >= list.least) list.blocks[atomicAdd(&list.block_count, 1)] = (uint16_t)threadIdx.x;
-        __syncthreads();
-    }
-    const float floor = logit_of(list.least);
-    unsigned long long sum = 0;
-    const auto take = [&](int id, float logit) {
-        if (logit < floor || draw_key(logit, id) < list.least) return;
-        const unsigned long long w = row.weight(row.exponent(logit));
-        if (!w) return;
-        const int at = atomicAdd(&list.count, 1);
-        if (at < LIST) list.keys[at] = draw_key(logit, id), list.weights[at] = w;
-        sum += w;
-    };
-    if (dealt.blocks) row.each_of(list, dealt, take);
-    else row.each(take);
-    listed = block_sum(sum);
-    __syncthreads();
-    const bool fits = list.count <= LIST;
-    __syncthreads(); // all have read it
-    if (!fits && threadIdx.x == 0) list.count = 0;
-    return fits;
-}
-
-// Counts the ids of each bin; the first `cut` bins, as many as the list holds or top-k needs, will go to the list.
-// Returns the sum of all weights.
-__device__ __forceinline__ unsigned long long count_bins(DrawList& list, const DrawRow& row) {
-    unsigned long long all = 0;
-    row.each([&](int, float logit) {
-        const float x = row.exponent(logit);
-        const unsigned long long w = row.weight(x);
-        all += w;
-        if (w) atomicAdd(&list.bins[row.bin(x)], 1u);
-    });
-    all = block_sum(all);
-    __syncthreads();
-    const unsigned enough = min(row.k(), LIST + 1);
-    constexpr int EACH = BINS / DRAW_THREADS;
-    unsigned own = 0;
-    for (int i = 0; i < EACH; i++) own += list.bins[threadIdx.x * EACH + i];
-    unsigned before = (unsigned)block_sum_before(own);
-    for (int i = 0, bin = threadIdx.x * EACH; i < EACH; i++, bin++) {
-        if (before >= enough || before + list.bins[bin] > LIST) atomicMin(&list.cut, bin);
-        before += list.bins[bin];
-    }
-    __syncthreads();
-    return all;
-}
-
-// Copies their ids to the list, in any order. Returns the sum of their weights.
-__device__ __forceinline__ unsigned long long fill_list(DrawList& list, const DrawRow& row) {
-    unsigned long long sum = 0;
-    row.each([&](int id, float logit) {
-        const float x = row.exponent(logit);
-        const unsigned long long w = row.weight(x);
-        if (!w || row.bin(x) >= list.cut) return;
-        const int at = atomicAdd(&list.count, 1);
-        list.keys[at] = draw_key(logit, id), list.weights[at] = w;
-        sum += w;
-    });
-    sum = block_sum(sum);
-    __syncthreads();
-    return sum;
-}
-
-// Samples from the list, a thread an entry: its rank and the weight of all likelier entries decide whether it is kept,
-// the weight of the kept entries with lower ids whether it is sampled. `all`: the weight of all ids, listed or not.
-__device__ __forceinline__ void draw_from_list(DrawList& list, const DrawRow& row, unsigned long long all,
-                                               uint64_t random) {
-    const Sampling& how = row.how;
-    const int i = threadIdx.x, n = list.count, k = row.k();
-    const unsigned long long key = i < n ? list.keys[i] : 0, mine = i < n ? list.weights[i] : 0;
-    int rank = 0;
-    unsigned long long before = 0;
-    for (int j = 0; i < n && j < n; j++)
-        if (list.keys[j] > key) rank++, before += list.weights[j];
-    bool kept = i < n && rank < k;
-    const unsigned long long total = n >= k ? block_sum(kept ? mine : 0) : all; // after top-k
-    if (how.top_p < 1) kept = kept && (rank == 0 || (double)before < (double)how.top_p * (double)total);
-    if (how.min_p > 0) kept = kept && (double)mine >= (double)how.min_p * WEIGHT_ONE;
-    const unsigned long long left = block_sum(kept ? mine : 0), r = __umul64hi(random, left);
-    if (!kept && i < n) list.weights[i] = 0;
-    __syncthreads();
-    unsigned long long lower = 0;
-    for (int j = 0; kept && j < n; j++)
-        if ((uint32_t)list.keys[j] > (uint32_t)key) lower += list.weights[j]; // ids are inverted in keys
-    if (kept && lower <= r && r < lower + mine) list.answer = (int)~(uint32_t)key;
-}
-
-// The number of ids with keys from `least` on, or (!count) their weight.
-__device__ __forceinline__ unsigned long long sum_from(const DrawRow& row, unsigned long long least, bool count) {
-    unsigned long long sum = 0;
-    row.each([&](int id, float logit) {
-        const unsigned long long w = row.weight(row.exponent(logit));
-        if (w && draw_key(logit, id) >= least) sum += count ? 1 : w;
-    });
-    return block_sum(sum);
-}
-
-// The least key that top-k and then top-p keep: the largest that suffices, found bit by bit, from the highest down.
-__device__ __forceinline__ unsigned long long least_kept(const DrawRow& row, unsigned long long top) {
-    unsigned long long least = 0;
-    if (row.how.top_k > 0)
-        for (int bit = 63; bit >= 0; bit--)
-            if (sum_from(row, least | 1ull << bit, true) >= (unsigned long long)row.k()) least |= 1ull << bit;
-    if (row.how.top_p < 1) {
-        const double need = (double)row.how.top_p * (double)sum_from(row, least, false);
-        unsigned long long found = 0;
-        for (int bit = 63; bit >= 0; bit--)
-            if ((double)sum_from(row, found | 1ull << bit, false) >= need) found |= 1ull << bit;
-        least = max(least, min(found, top));
-    }
-    return least;
-}
-
-// Samples from all ids: those from `least` on, in order, a range of neighbours a thread.
-__device__ __forceinline__ void draw_from_all(DrawList& list, const DrawRow& row, uint64_t random) {
-    const unsigned long long least = least_kept(row, list.top);
-    const double floor_weight = (double)row.how.min_p * WEIGHT_ONE;
-    auto kept = [&](int id) {
-        const float logit = usable(row.logits[id]);
-        const unsigned long long w = row.weight(row.exponent(logit));
-        return draw_key(logit, id) >= least && (row.how.min_p <= 0 || (double)w >= floor_weight) ? w : 0;
-    };
-    const int each = (row.exist + DRAW_THREADS - 1) / DRAW_THREADS;
-    const int from = min(row.exist, (int)threadIdx.x * each), to = min(row.exist, from + each);
-    unsigned long long sum = 0;
-    for (int id = from; id < to; id++) sum += kept(id);
-    const unsigned long long r = __umul64hi(random, block_sum(sum));
-    unsigned long long lower = block_sum_before(sum);
-    if (lower <= r && r < lower + sum)
-        for (int id = from; id < to; id++) {
-            const unsigned long long w = kept(id);
-            if (r < lower + w) { list.answer = id; break; }
-            lower += w;
-        }
-}
-
-// sample: see above.
-__global__ void __launch_bounds__(DRAW_THREADS, BLOCKS_OF_1024)
-sample_kernel(const float* all_logits,        // (R,V)
-              size_t V, const Draw* draws,    // (R)
-              const unsigned long long* best, // (R, BEST_BLOCKS) the likeliest id of each of the head's blocks; or null
-              RowsDealt dealt,                // ... the distribution of its rows; V and `rows`: multiples of 4
-              DrawState state) {
-    __shared__ DrawList list;
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x, i = threadIdx.x;
-    if (state.seq[r] < 0) return;
-    DrawRow row(all_logits + r * V, draws[r]);
-    const Sampling& how = row.how;
-    for (int bin = i; bin < BINS; bin += DRAW_THREADS) list.bins[bin] = 0;
-    if (i < DRAW_GROUPS) list.groups[i] = 0;
-    if (i == 0) list.top = list.least = 0, list.count = list.block_count = 0, list.cut = BINS;
-    __syncthreads();
-    const unsigned long long mine = find_likeliest(list, row, best ? best + r * BEST_BLOCKS : nullptr, dealt.blocks);
-    const int likeliest = (int)~(uint32_t)list.top;
-    if (i == 0) list.answer = likeliest;
-    if (how.temperature != 0 && row.exist > 1) {
-        row.top = logit_of(list.top);
-        const Philox bits = philox(how.seed, (uint64_t)state.pos[r] + 1, STREAM_SAMPLE);
-        const uint64_t random = (uint64_t)bits.v[1] << 32 | bits.v[0];
-        unsigned long long all, listed;
-        bool within = how.top_k > 0 && list_from_kth(list, row, dealt, mine, listed);
-        if (within) all = listed;
-        else {
-            all = count_bins(list, row), listed = fill_list(list, row);
-            // The list holds every candidate: top-k or top-p cuts within it, or it has all ids.
-            const bool top_p_within =
-                how.top_k <= 0 && how.top_p < 1 && (double)listed >= (double)how.top_p * (double)all;
-            within = list.count >= row.k() || listed == all || top_p_within;
-        }
-        if (within) draw_from_list(list, row, all, random);
-        else draw_from_all(list, row, random);
-    }
-    __syncthreads();
-    if (i == 0) publish(state, r, V, list.answer);
-}
-
-void sample_gpu(Context& ctx, bool early, const float* logits, size_t V, const Draw* draws,
-                const unsigned long long* best, const RowsDealt& dealt, const DrawState& state, int R) {
-    launch_kernel(ctx, early && ctx.gpu->overlap, sample_kernel, (unsigned)R, DRAW_THREADS, 0, logits, V, draws, best,
-                  dealt, state);
 }
 #endif
 
@@ -4362,130 +3932,6 @@ void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, in
     launch(ctx, scale_rows_kernel, R, 256, 0, x, ld, by, n);
 }
 
-#endif // COMPILED(PART_LOSS)
-#endif // __CUDACC__
-#if defined(QWEN3_EMULATED) || (defined(__CUDACC__) && COMPILED(PART_LOSS))
-// ---- distillation. A block of 512 threads a row, a thread four neighbouring ids of every 2,048. Bound by memory
-// bandwidth: both rows of logits are read for the sums, and again for the gradient, which replaces the student's row.
-// If 0 < beta < 1 they are read between the two as well: KL(q || m) needs both sums, and the gradient needs it.
-inline constexpr int DISTIL_THREADS = 512, DISTIL_WARPS = DISTIL_THREADS / 32;
-
-// Sums over logits x of a row, of weights e^(by (x - top)), where `by` is 1 / temperature.
-struct LogitSums {
-    float top, sum, other, plain; // largest x; sums of weights, of weights times x - the other model's, of e^(x - top)
-    int id;                       // of the largest
-    __device__ static LogitSums none() { return {-1e30f, 0, 0, 0, 0}; }
-    __device__ void add(float x, float y, int v, float by) {
-        if (x > top) shrink(x, by), id = v;
-        const float w = exp2_fast((x - top) * by * LOG2E);
-        sum += w, other += w * (x - y), plain += exp2_fast((x - top) * LOG2E);
-    }
-    __device__ void shrink(float to, float by) {
-        const float w = exp2_fast((top - to) * by * LOG2E);
-        sum *= w, other *= w, plain *= exp2_fast((top - to) * LOG2E), top = to;
-    }
-    __device__ void join(LogitSums x, float by) {
-        id = x.top > top || (x.top == top && x.id < id) ? x.id : id;
-        const float both = fmaxf(top, x.top);
-        shrink(both, by), x.shrink(both, by);
-        sum += x.sum, other += x.other, plain += x.plain;
-    }
-    __device__ LogitSums of_lane(int lane) const {
-        return {__shfl_xor_sync(~0u, top, lane), __shfl_xor_sync(~0u, sum, lane), __shfl_xor_sync(~0u, other, lane),
-                __shfl_xor_sync(~0u, plain, lane), __shfl_xor_sync(~0u, id, lane)};
-    }
-    __device__ float log_sum(float by) const { return logf(sum) + top * by; }
-};
-// Joins the sums of a block's threads, for all of them.
-__device__ inline LogitSums block_join(LogitSums x, float by, LogitSums* of_warp) {
-    for (int lane = 16; lane; lane /= 2) x.join(x.of_lane(lane), by);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = of_warp[0];
-    for (int w = 1; w < DISTIL_WARPS; w++) x.join(of_warp[w], by);
-    return x;
-}
-__device__ inline float block_total(float x, float* of_warp) {
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = 0;
-    for (int w = 0; w < DISTIL_WARPS; w++) x += of_warp[w];
-    return x;
-}
-
-// Both softmaxes of a row, once their sums are known.
-struct RowPair {
-    float beta, by, sum_p, sum_q;
-    struct At { float p, q, log_p, log_q, log_m; };
-    __device__ At at(float s, float t) const {
-        At a;
-        a.log_p = fmaf(t, by, -sum_p), a.log_q = fmaf(s, by, -sum_q);
-        a.p = exp2_fast(a.log_p * LOG2E), a.q = exp2_fast(a.log_q * LOG2E);
-        a.log_m = beta == 0 ? a.log_q : a.log_p;
-        if (beta > 0 && beta < 1) a.log_m = logf(fmaxf(beta * a.p + (1 - beta) * a.q, 1e-37f));
-        return a;
-    }
-};
-
-__global__ void __launch_bounds__(DISTIL_THREADS)
-distillation_kernel(Distilled<float> out, float* logits, DistillationRows<float> of, bool gradient) {
-    __shared__ LogitSums of_warp[2][DISTIL_WARPS];
-    __shared__ float totals[2][DISTIL_WARPS];
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x, V = of.V, first = (int)threadIdx.x * 4;
-    float* const row = logits + (size_t)r * V;
-    const float* const teacher = of.teacher + (size_t)r * V;
-    const float beta = of.how.beta, weight = of.how.weight, by = 1 / of.how.temperature;
-    const float of_q = beta == 0 ? 0 : beta == 1 ? 1 : 1 - beta;
-    LogitSums ps = LogitSums::none(), qs = ps;
-    for (int v = first; v < V; v += DISTIL_THREADS * 4) {
-        const float4 s = *(const float4*)(row + v), t = *(const float4*)(teacher + v);
-        ps.add(t.x, s.x, v, by), ps.add(t.y, s.y, v + 1, by), ps.add(t.z, s.z, v + 2, by), ps.add(t.w, s.w, v + 3, by);
-        qs.add(s.x, t.x, v, by), qs.add(s.y, t.y, v + 1, by), qs.add(s.z, t.z, v + 2, by), qs.add(s.w, t.w, v + 3, by);
-    }
-    ps = block_join(ps, by, of_warp[0]), qs = block_join(qs, by, of_warp[1]);
-    const RowPair pair = {beta, by, ps.log_sum(by), qs.log_sum(by)};
-    const float apart = pair.sum_p - pair.sum_q, right = row[of.target[r]], sum = logf(qs.plain) + qs.top;
-    float from_p = ps.other / ps.sum * by - apart, from_q = qs.other / qs.sum * by + apart; // from each other
-    if (beta > 0 && beta < 1) {
-        from_p = from_q = 0;
-        for (int v = first; v < V; v += DISTIL_THREADS * 4)
-            for (int i = 0; i < 4; i++) {
-                const RowPair::At a = pair.at(row[v + i], teacher[v + i]);
-                from_p += a.p * (a.log_p - a.log_m), from_q += a.q * (a.log_q - a.log_m);
-            }
-        from_p = block_total(from_p, totals[0]), from_q = block_total(from_q, totals[1]);
-    }
-    const float divergence = beta == 0 ? from_p : beta == 1 ? from_q : beta * from_p + (1 - beta) * from_q;
-    if (threadIdx.x == 0) {
-        out.divergence[r] = divergence, out.loss[r] = weight * divergence + (1 - weight) * (sum - right);
-        out.agrees[r] = ps.id == qs.id;
-    }
-    for (int v0 = 0; v0 < V && gradient; v0 += DISTIL_THREADS * 4) {
-        const int v = v0 + first;
-        float g[4] = {};
-        for (int i = 0; i < 4 && v < V; i++) {
-            const float s = row[v + i];
-            const RowPair::At a = pair.at(s, teacher[v + i]);
-            const float by_z = beta == 0 ? a.q - a.p : of_q * a.q * (a.log_q - a.log_m - from_q);
-            const float by_s = exp2_fast((s - sum) * LOG2E) - (v + i == of.target[r] ? 1.f : 0.f);
-            g[i] = of.scale * (weight * by * by_z + (1 - weight) * by_s);
-        }
-        __syncthreads(); // all have read these ids: their memory holds the gradients of twice as many
-        if (v < V) store_four((bf16*)row + v, make_float4(g[0], g[1], g[2], g[3]));
-    }
-}
-#endif
-#ifdef __CUDACC__
-#if COMPILED(PART_LOSS)
-void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, float* logits,
-                      const DistillationRows<float>& of) {
-    if (of.V % 4) DIE("distillation: %d rows of the vocabulary, no multiple of 4", of.V);
-    launch(ctx, distillation_kernel, of.R, DISTIL_THREADS, 0, out, logits, of, dlogits != nullptr);
-}
-
 // Always in tiles of 128: their epilogue computes the softmax's parts. Logits do not leave the chip; their weights in
 // the softmax do, if their gradients are requested: in `logits`, as bf16 (R,V), its only contents.
 void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, float* logits, bf16* picked, float* parts,
@@ -4524,7 +3970,7 @@ struct ScatterEpilogue : Epilogue {
 
 #if COMPILED(PART_LOSS)
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
-                              const int* rows, const Linear<bf16>& W, int R) {
+                       const int* rows, const Linear<bf16>& W, int R) {
     Optional::parts(ctx, W, true, [&](int first, int count, const bf16* weights) {
         TileArgs p = {dlogits, weights, R, W.out(), count};
         p.ldx = (int)ld;
@@ -4601,8 +4047,8 @@ __global__ void __launch_bounds__(1024) norm_weight_kernel(float* dw, const floa
     for (int other = 1; other < 32; other++) sum += sums[other][threadIdx.x];
     dw[column] += sum;
 }
-void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout,
-                                 const float* x, const bf16* w, int N, int C, float eps) {
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
+                          const bf16* w, int N, int C, float eps) {
     float* const partial = ctx.gpu->partial;
     if (!dw)
         return launch(ctx, rmsnorm_backward_kernel<false>, N, 128, 0, dx, dy, normed, partial, dout, x, w, N, C, eps);
@@ -4613,103 +4059,6 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float
     launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
 }
 #endif
-
-// ---- Dropout: products whose epilogue has MASKS. `rank` columns of `more` belong to a module; their sums times
-// `scale` are added where the module's mask keeps row r, else left out. These columns come last (TileArgs::more_last).
-// The masks of up to three modules for a warp's part of a tile. The lanes of a quad divide the pairs
-// of words (64 rows of a token) that all four need. Their latency is long, so they are loaded before the tile is
-// multiplied: otherwise the compiler loads each just before its use, and waits.
-template <class S> struct KeptWords {
-    static constexpr int PAIRS = S::NF > 8 ? S::NF / 8 : 1, ALL = S::MF * 2 * PAIRS, EACH = (ALL + 3) / 4;
-    uint2 pairs[3][EACH];
-    template <class Place>
-    __device__ __forceinline__ KeptWords(const Place& at, const DropoutMasks& masks, int modules) {
-        #pragma unroll
-        for (int module = 0; module < 3; module++)
-            #pragma unroll
-            for (int k = 0; k < EACH; k++) {
-                const int pair = k * 4 + threadIdx.x % 4, r64 = (at.r0 + S::warp_row()) / 64 + pair % PAIRS;
-                const int n = at.token(pair / PAIRS / 2, pair / PAIRS % 2);
-                const bool there = module < modules && pair < ALL && n < masks.N && r64 < masks.sixty_fours;
-                pairs[module][k] = there ? *(const uint2*)masks.at(module, r64, n) : uint2{};
-            }
-    }
-    // (A variable index would put a copy of the array into local memory.)
-    __device__ __forceinline__ void pick(uint2 (&of)[EACH], int module) const {
-        #pragma unroll
-        for (int k = 0; k < EACH; k++)
-            of[k] = module == 0 ? pairs[0][k] : module == 1 ? pairs[1][k] : pairs[2][k];
-    }
-    // The mask of 32 rows from row 32 j of the part on; this lane's rows begin at bit 0. All lanes of the warp call it.
-    __device__ __forceinline__ static uint32_t rows(const uint2 (&of)[EACH], int i, int h, int j) {
-        const int pair = (i * 2 + h) * PAIRS + j / 2, lane = threadIdx.x % 32;
-        const uint32_t word = (S::warp_row() / 32 + j) % 2 ? of[pair / 4].y : of[pair / 4].x;
-        return __shfl_sync(~0u, word, lane / 4 * 4 + pair % 4) >> 2 * (lane % 4);
-    }
-};
-
-// A stage of the further columns, from number `first` of them on, by mma.sync. Up to 32 of a module's
-// columns at a time: a fragment's sums over them are computed, masked, and added to `sum`, so they take only their own
-// registers. x is zero in columns that do not belong to the module. (`sum` cannot be indexed, so this is straight-line
-// code, and wgmma idles meanwhile: hence few instructions.)
-template <class S, class Epilogue>
-__device__ __forceinline__ void add_masked_stage(float (&sum)[S::MF][S::NF][4], uint32_t x_stage, uint32_t w_stage,
-                                                 int first, const KeptWords<S>& words, const TileArgs& p,
-                                                 const Epilogue& epilogue) {
-    const int lane = threadIdx.x % 32, warp_row = S::warp_row();
-    const int last = min(STAGE_IN, p.more - first);
-    int end;
-    #pragma unroll 1
-    for (int begin = 0; begin < last; begin = end) {
-        const int module = (first + begin) / epilogue.rank, window = min(begin / 16 * 16, STAGE_IN - 32);
-        end = min(min(last, (module + 1) * epilogue.rank - first), window + 32);
-        const uint32_t w_rows = w_stage + (window + lane % 16) * 128; // in each panel
-        uint2 pairs[KeptWords<S>::EACH];
-        words.pick(pairs, module);
-        #pragma unroll
-        for (int i = 0; i < S::MF; i++) {
-            uint32_t a[2][4];
-            #pragma unroll
-            for (int k = 0; k < 2; k++) {
-                ldmatrix(a[k], chunk_address(x_stage, S::warp_token() + i * 16 + lane % 16,
-                                             window / 8 + 2 * k + lane / 16));
-                #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int column = window + k * 16 + e / 2 * 8;
-                    if (column < begin || column >= end) a[k][e] = 0;
-                }
-            }
-            #pragma unroll
-            for (int j = 0; j < S::NF; j += 4) { // four fragments: their chains overlap
-                float part[4][4] = {};
-                uint32_t b[2][2][4];
-                const uint32_t kept[2] = {words.rows(pairs, i, 0, j / 4), words.rows(pairs, i, 1, j / 4)};
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    #pragma unroll
-                    for (int two = 0; two < 2; two++) {
-                        const int chunk = warp_row / 8 + j + 2 * two + lane / 16;
-                        ldmatrix_transposed(b[k][two], w_rows + chunk / 8 * (STAGE_IN * 128) + k * 16 * 128 +
-                                                           ((chunk % 8 ^ lane % 8) << 4));
-                    }
-                #pragma unroll
-                for (int k = 0; k < 2; k++)
-                    #pragma unroll
-                    for (int f = 0; f < 4; f++)
-                        mma(part[f], a[k][0], a[k][1], a[k][2], a[k][3], b[k][f / 2][f % 2 * 2],
-                            b[k][f / 2][f % 2 * 2 + 1]);
-                #pragma unroll
-                for (int e = 0; e < 16; e++) { // of each two columns of two tokens (with `if` for ?, `scale` is fetched
-                                               // anew for every sum)
-                    float& y = sum[i][j + e / 4][e % 4];
-                    const uint32_t bit = 1u << (e / 4 * 8 + e % 2);
-                    const float more = fmaf(part[e / 4][e % 4], epilogue.scale, y);
-                    y = kept[e / 2 % 2] & bit ? more : y;
-                }
-            }
-        }
-    }
-}
 
 // ---- linear_backward_input: dx = dy W; an adapter's dh = dy (s B), dB += s dy^T h: tile_kernel, operands in columns.
 struct DropEpilogue : StoreEpilogue<bf16> { // linear_backward_input where x was dropped on its way to the modules' A
@@ -4768,8 +4117,8 @@ void input_product(Context& ctx, bf16* dh, const bf16* dy, const Linear<bf16>& W
     });
 }
 #if COMPILED(PART_BACKWARD_LINEAR)
-void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy,
-                                      const Linear<bf16>& W, int N) {
+void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
+                               int N) {
     const LoraArgs lora(W, N);
     if (lora.width()) lora_up_backward(ctx, dh, dB, dx, dy, W, N);
     input_product(ctx, dh, dy, W, lora, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale),
@@ -4920,8 +4269,7 @@ __global__ void __launch_bounds__(256) lora_weight_sums_kernel(float* dA, LoraAr
     add_to_dA(dA, p, blockIdx.z * groups, blockIdx.y * 128, i / 512, i / 2 % 256, i % 2, sum);
 }
 
-void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W,
-                                     int N) {
+void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N) {
     const LoraArgs p(W, N);
     in_groups(p.groups(), [&](auto groups) {
         using S = LoraWeightShape<groups>;
@@ -4972,7 +4320,7 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
 
 #if COMPILED(PART_BACKWARD_SWIGLU)
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,
-                                       const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
+                                const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
     const LoraArgs lora(W, N);
     if (lora.width()) lora_up_backward(ctx, dh, dB, dgate_up, dy, W, N);
     input_product(ctx, dh, dy, W, lora, SwigluBackwardEpilogue<true>(dgate_up, hidden, gate_up, W.in, lora),
@@ -5547,9 +4895,8 @@ void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, 
 }
 
 // ---- adamw. Blocks of 256 threads, a thread a number. Bound by memory bandwidth: 30 bytes a number.
-struct AdamWStep { float beta1, beta2, root, keep, pace, eps, clip, copy; };
 __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
-                             AdamWStep a) {
+                             AdamWStep<float> a) {
     let_next_start();
     wait_for_previous();
     const double length = *norm;
@@ -5561,13 +4908,9 @@ __global__ void adamw_kernel(bf16* stored, float* p, float* m, float* v, const f
     m[i] = mi, v[i] = vi, p[i] = pi;
     stored[i] = round_bf16(pi * a.copy);
 }
-void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm,
-                      size_t n, const AdamW& a) {
-    const float first = (float)(1 - std::pow((double)a.beta1, (double)a.step));
-    const float root = (float)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step));
-    const float keep = (float)(1 - (double)a.lr * a.decay);
-    const AdamWStep s = {a.beta1, a.beta2, root, keep, a.lr / first, a.eps, a.clip, a.copy};
-    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, s);
+void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
+               const AdamW& a) {
+    launch(ctx, adamw_kernel, (unsigned)((n + 255) / 256), 256, 0, stored, p, m, v, g, norm, n, AdamWStep<float>(a));
 }
 #endif
 

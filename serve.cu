@@ -64,6 +64,7 @@ using namespace server;
 
 static std::vector<ApiKey> read_keys(const std::string& path) {
     const MappedFile file(path);
+    must_be_text(path, file.text()); // the log is JSON
     std::vector<ApiKey> keys;
     std::set<std::string> seen;
     for (size_t at = 0, number = 1; at < file.size; number++) {
@@ -104,7 +105,7 @@ static void add_adapter(Options& o, const char* option, const std::string& value
 // The text of a file, without the line breaks at its end.
 static Setter text_file(std::string& text) {
     return [&text](const char* option, const char* path) {
-        text = MappedFile(path).text();
+        text = text_of(path);
         while (!text.empty() && strchr("\r\n", text.back())) text.pop_back();
         if (text.empty()) DIE("%s %s: the file is empty", option, path);
     };
@@ -158,12 +159,12 @@ static std::vector<Option> option_table(Options& o) {
         {"-r", "--think", "0|1", "thinking unless a request sets it (default 0)",
          whole(o.think, 0, 1)},
         {"", "--docs", "PATH", "retrieval: adds passages of a file or folder to each chat, unless a\n"
-         "request sets use_documents: false", file_name(o.documents.docs)},
+         "request sets use_documents: false", existing(o.documents.docs)},
     };
     add_document_options(table, o.documents);
     const std::vector<Option> more = {
         {"", "--api-key-file", "FILE", "one API key per line, optionally followed by a name for the log;\n"
-         "requests must carry one of them", file_name(o.key_file)},
+         "requests must carry one of them", existing_file(o.key_file)},
         {"", "--deadline", "SECONDS", "time limit of receiving a request, and of a converter of /convert\n"
          "(default 60); connections close after half of it without a byte,\n"
          "answers not fetched after five times of it", whole(o.server.deadline, 1, 86400)},
@@ -188,8 +189,8 @@ static std::vector<Option> option_table(Options& o) {
          list(o.server.starters)},
         {"-b", "--batch", "FILE", "answer a file in OpenAI's Batch format instead of serving HTTP; the same\n"
          "command resumes an interrupted run",
-         file_name(o.batch)},
-        {"-o", "--output", "FILE", "output of --batch", file_name(o.output)},
+         existing_file(o.batch)},
+        {"-o", "--output", "FILE", "output of --batch", output_file(o.output)},
     };
     table.insert(table.end(), more.begin(), more.end());
     o.add_to(table, true);
@@ -233,7 +234,7 @@ static Options parse_options(int argc, char** argv) {
 // The first signal starts a drain: work in progress finishes. A second one, or one during loading, exits at once.
 // A signal may interrupt any thread: hence the atomics.
 static void on_signal(int) {
-    if (loading || stopping.exchange(true)) _exit(130);
+    if (loading || stopping.exchange(true)) leave(130);
     interrupted = 1; // stops the lookups of batches; those of other requests finish
 }
 

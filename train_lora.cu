@@ -19,7 +19,8 @@
    With --grpo a unit is a prompt, and its rows are made in the run: `group` answers that the model samples, each with the
    reward of rewards.h. Every token has a number of its own (grpo.h), which scales its row of the head's gradient.
 
-   With --teacher the loss of a token compares the distributions of two models (`distillation` in qwen3.cu). With
+   With --teacher the loss of a token compares the distributions of two models (model/distillation.h). Rows with a
+   teacher's log-probabilities give a part of its distribution: some ids, and all others as one (`gather_outcomes`). With
    --reward-model a pair's loss is of two scores, which a head of C numbers computes from the last token's vector.
 
    With LoRA the parameters are the A and B of each targeted module and nothing else; with --full all of the model's.
@@ -57,6 +58,8 @@
 #include "train/folder.h"
 #include "train/merge.h"
 #include "train/options.h"
+#include "train/reward_model.h"
+#include "train/rewards.h"
 #include "train/run.h"
 #include <cstdio>
 #include <memory>
@@ -94,11 +97,8 @@ static void must_fit(const TrainOptions& o, const Dataset& set) {
         DIE("%s: pairs of chosen and rejected answers: they need --dpo, --ipo, --simpo, --orpo or --reward-model",
             set.path());
     if (!labelled && set.labelled()) DIE("%s: labelled answers: they need --kto", set.path());
-}
-
-// A teacher's probabilities are of the student's ids.
-static bool same_ids(const std::string& vocabulary, const ModelFile& student, const ModelFile& teacher) {
-    return student.config.V == teacher.config.V && fits(vocabulary, teacher);
+    if (set.taught() && (o.grpo || !o.teacher.empty()))
+        DIE("%s: rows with a teacher's log-probabilities: not with %s", set.path(), o.grpo ? "--grpo" : "--teacher");
 }
 
 // Opens TRAIN.bin and --eval's file; returns how many rows of the first are in the second.
@@ -109,6 +109,10 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
     tell_differences(o, tokenizer);
     if (!o.teacher.empty() && !same_ids(vocabulary, file, ModelFile(o.teacher)))
         DIE("%s: its vocabulary is not that of %s: --teacher needs the same", o.teacher.c_str(), o.model.c_str());
+    for (auto& name : o.rl.rewards)
+        if (const Reward reward = make_reward(name, o.rl.timeout); !reward.of) // a reward model reads the same ids
+            if (!same_ids(vocabulary, file, ModelFile(reward_base(reward.name))))
+                DIE("--reward %s: its vocabulary is not that of %s", reward.name.c_str(), o.model.c_str());
     auto open = [&](const std::string& path) {
         auto set = std::make_unique<Dataset>(path);
         set->must_match(tokenizer.hash(), template_hash(),
@@ -119,6 +123,8 @@ static size_t open_datasets(const TrainOptions& o, const ModelFile& file, std::u
         return set;
     };
     data = open(o.train);
+    if (!o.says_distil.empty() && o.teacher.empty() && !data->taught())
+        DIE("%s is for --teacher, or rows with a teacher's log-probabilities", o.says_distil.c_str());
     if (o.eval.empty()) return 0;
     eval = open(o.eval);
     std::set<uint64_t> known;

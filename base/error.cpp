@@ -1,5 +1,6 @@
 #include "base/error.h"
 #include "base/lost_file.h"
+#include "base/unfinished.h"
 
 void keep_descriptors() {
     for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;)
@@ -15,6 +16,7 @@ void print_error(const char* program, std::string line) {
 int run_program(const char* program, int (*run)(int, char**), int argc, char** argv) {
     keep_descriptors();
     name_lost_files(program);
+    end_on_signals();
     try {
         return run(argc, argv);
     } catch (const std::bad_alloc&) {

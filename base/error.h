@@ -44,7 +44,8 @@ void keep_descriptors();
 // Prints one line of error on stderr. Names from files may hold any bytes: newlines and escapes are removed.
 void print_error(const char* program, std::string line);
 
-// Called by every main once its signals are set: runs the program. An error becomes one line and exit status 1.
+// Called by every main once its signals are set: runs the program. An error becomes one line and exit status 1. Signals
+// that end the program remove its unfinished files.
 int run_program(const char* program, int (*run)(int, char**), int argc, char** argv);
 
 inline double seconds() {

@@ -1,5 +1,6 @@
 // base/lost_file.cpp: which file is mapped where, in a form that a signal handler can read.
 #include "base/lost_file.h"
+#include "base/unfinished.h"
 #include <atomic>
 #include <csignal>
 #include <cstdint>
@@ -28,7 +29,7 @@ void on_bus_error(int, siginfo_t* info, void*) {
         const uint8_t* begin = m.begin.load(std::memory_order_acquire);
         if (!begin || info->si_code != BUS_ADRERR || at < begin || at >= begin + m.bytes) continue;
         say(program_name), say(": "), say(m.path), say(": became shorter while it was in use\n");
-        _exit(1);
+        leave(1);
     }
     signal(SIGBUS, SIG_DFL), raise(SIGBUS);
 }

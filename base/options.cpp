@@ -1,9 +1,10 @@
 #include "base/options.h"
+#include "base/text.h"
+#include "base/unfinished.h"
 
 void take_signals(std::initializer_list<int> stop, std::initializer_list<int> ignored) {
     struct sigaction action = {};
-    action.sa_handler = [](int) { interrupted = 1; };
-    action.sa_flags = (int)SA_RESETHAND;
+    action.sa_handler = [](int number) { interrupted = 1, signal(number, end_by_signal); };
     for (int s : stop) sigaction(s, &action, nullptr);
     for (int s : ignored) signal(s, SIG_IGN);
 }
@@ -26,6 +27,10 @@ int64_t parse_integer(const char* option, const char* text, int64_t low, int64_t
     return v;
 }
 
+Setter text(std::string& to) {
+    return [&to](const char* option, const char* v) { must_be_utf8(option, v), to = v; };
+}
+
 Setter file_name(std::string& to) { // (or of a folder)
     return [&to](const char* option, const char* v) {
         if (!*v) DIE("%s needs a value", option);
@@ -33,9 +38,25 @@ Setter file_name(std::string& to) { // (or of a folder)
     };
 }
 
+Setter existing(std::string& to) {
+    return [&to](const char* option, const char* v) { file_name(to)(option, v), must_exist(option, v, false); };
+}
+
+Setter existing_file(std::string& to, bool or_stdin) {
+    return [&to, or_stdin](const char* option, const char* v) {
+        file_name(to)(option, v);
+        if (!or_stdin || to != "-") must_exist(option, v, true);
+    };
+}
+
+Setter output_file(std::string& to) {
+    return [&to](const char* option, const char* v) { file_name(to)(option, v), must_be_writable(option, v); };
+}
+
 Setter list(std::vector<std::string>& to) { // each time one more
     return [&to](const char* option, const char* v) {
         if (!*v) DIE("%s needs some text", option);
+        must_be_utf8(option, v);
         to.push_back(v);
     };
 }
@@ -93,7 +114,7 @@ std::vector<std::string> parse(const std::vector<Option>& table, int argc, char*
 }
 
 void stdout_failed() {
-    if (errno == EPIPE) signal(SIGPIPE, SIG_DFL), raise(SIGPIPE);
+    if (errno == EPIPE) end_by_signal(SIGPIPE);
     DIE("standard output: %s", strerror(errno));
 }
 

@@ -41,9 +41,12 @@ struct Option {
 };
 
 inline Setter flag(bool& to, bool value = true) { return [&to, value](const char*, const char*) { to = value; }; }
-inline Setter text(std::string& to) { return [&to](const char*, const char* v) { to = v; }; }
-Setter file_name(std::string& to); // or of a folder
-Setter list(std::vector<std::string>& to); // each time one more
+Setter text(std::string& to);              // valid UTF-8
+Setter list(std::vector<std::string>& to); // the same, each time one more
+Setter file_name(std::string& to);         // or of a folder
+Setter existing(std::string& to);          // a file or folder that is read
+Setter existing_file(std::string& to, bool or_stdin = false); // ... that can be mapped; or -, standard input
+Setter output_file(std::string& to);       // that can be written
 template <class Whole> Setter whole(Whole& to, int64_t low, int64_t high) {
     return [&to, low, high](const char* option, const char* v) { to = (Whole)parse_integer(option, v, low, high); };
 }

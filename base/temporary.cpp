@@ -13,7 +13,7 @@ static std::string made_folder() {
     return name;
 }
 
-TemporaryFolder::TemporaryFolder() : path(made_folder()) {}
+TemporaryFolder::TemporaryFolder() : path(made_folder()), unfinished(path) {}
 
 TemporaryFolder::~TemporaryFolder() {
     std::error_code ignored;

@@ -5,6 +5,7 @@
 #include "book/report.h"
 #include "book/rows.h"
 #include "book/score.h"
+#include "book/taught.h"
 #include "sj.h"
 #include <algorithm>
 #include <iterator>
@@ -128,6 +129,7 @@ struct Collector {
 } // namespace
 
 int run_collect(const Arguments& a) {
+    if (a.has("--rows")) return collect_taught(a);
     Collector collector(a);
     Progress progress;
     Reader& in = collector.in;

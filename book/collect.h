@@ -1,4 +1,5 @@
-// book/collect.h: `datagen collect`: makes rows of questions and answers from a model's replies.
+// book/collect.h: `datagen collect`: makes rows of questions and answers from a model's replies; with
+// --rows taught rows (book/taught.h).
 #pragma once
 #include "book/arguments.h"
 #include <cstddef>

@@ -5,6 +5,7 @@
 #include "book/dataset_info.h"
 #include "book/report.h"
 #include "book/rows.h"
+#include "book/taught.h"
 #include "book/training_rows.h"
 #include "model/chat_template.h"
 #include "model/dataset.h"
@@ -28,7 +29,10 @@ struct Packed {
     std::map<std::string, std::set<std::string>> tags;
     std::vector<Words> rows;       // of a preference: the chosen, the rejected
     size_t wordless = 0;           // answers left out because they are empty
-    bool pair = false, labelled = false, desirable = false;
+    std::vector<std::vector<Outcome>> outcomes; // of a taught row's trained tokens
+    std::string fault;                          // ... or why it cannot be taught
+    size_t foreign = 0;                         // see TaughtRow
+    bool pair = false, labelled = false, desirable = false, taught = false, recut = false;
     bool mark = false; // a message contains a special token's name as text
 
     Packed(const Tokenizer& tokenizer, sj::Value v, const Layout& layout) {
@@ -53,11 +57,20 @@ struct Packed {
             const Conversation c = read_conversation(v, layout);
             kind = c.kind, tags = c.tags, rows = render_rows(tokenizer, c), wordless = count_wordless(c);
             std::for_each(c.messages.begin(), c.messages.end(), look);
+            if ((taught = layout.shown() && is_taught(v))) teach(tokenizer, c, v["logprobs"]);
             if (!labelled) return;
+            if (taught) DIE("logprobs, and a label (kto_tag): a row has one of them");
             desirable = read_label(v, layout), wordless = is_wordless(c.messages.back());
             if (wordless) rows.clear();
             else rows = {rows.back()}; // the label is of the last answer
         }
+    }
+    void teach(const Tokenizer& tokenizer, const Conversation& c, sj::Value logprobs) { // its last answer
+        wordless = is_wordless(c.messages.back()), rows.clear();
+        if (wordless) return;
+        TaughtRow row(tokenizer, c, logprobs);
+        fault = row.fault, foreign = row.foreign, recut = row.recut;
+        if (fault.empty()) rows = {std::move(row.row)}, outcomes = std::move(row.outcomes);
     }
 };
 
@@ -78,20 +91,24 @@ struct Packer {
     DatasetWriter out;
     RowsRead read = {};
     std::set<std::string> kinds = {};
-    bool labelled = false, desirable = false; // of all rows; of this one
+    bool labelled = false, taught = false, desirable = false; // of all rows; of this one
+    const std::vector<std::vector<Outcome>>* outcomes = nullptr; // of this row
     Words last = {}, other = {};              // labelled rows: the one before; the last one with another prompt
     std::vector<std::pair<Words, bool>> waiting = {}; // ... those before any other prompt, with their labels
-    size_t lines = 0, trained = 0, marked = 0;
+    size_t lines = 0, trained = 0, marked = 0, foreign = 0, recut = 0;
 
     Packer(const Arguments& a, const std::vector<Source>& from)
         : sources(from), tokenizer(a.tokenizer()), longest(a.number("--max-len", 512, 2, 1 << 24)),
           most(a.number("--max-rows", (size_t)1 << 40, 1, (size_t)1 << 40)),
           refuse(a.text("--over", "drop") == "refuse"),
-          report(a.text("--dropped", from[0].path + ".dropped"), {"no answer", "too long"}),
+          report(a.text("--dropped", from[0].path + ".dropped"), {"no answer", "too long", "logprobs"}),
           out(a.files[1], tokenizer.hash(), template_hash()) {}
 
     void add(const Packed& packed) {
-        if (lines == 1) read.pairs = packed.pair, labelled = packed.labelled;
+        if (lines == 1) read.pairs = packed.pair, labelled = packed.labelled, taught = packed.taught;
+        if (packed.taught != taught)
+            DIE("%s", taught ? "logprobs: missing, which the rows before it have"
+                             : "a teacher's logprobs, and no row before it has them");
         if (packed.labelled != labelled)
             DIE("%s", labelled ? "kto_tag: missing, which the rows before it have"
                                : "a label (kto_tag), and no row before it has one");
@@ -104,7 +121,9 @@ struct Packer {
             if (!is_absent(value)) read.keys.insert(key);
         marked += packed.mark;
         for (size_t i = 0; i < packed.wordless; i++) report.drop("no answer", "an answer says nothing", *reader);
-        desirable = packed.desirable;
+        if (!packed.fault.empty()) report.drop("logprobs", packed.fault, *reader);
+        desirable = packed.desirable, outcomes = &packed.outcomes;
+        foreign += packed.foreign, recut += packed.recut;
         const size_t together = read.pairs ? 2 : 1;
         for (size_t i = 0; i < packed.rows.size(); i += together)
             add_row(packed.rows[i], packed.rows[i + together - 1]);
@@ -117,6 +136,7 @@ struct Packer {
         }
         if (read.pairs) out.add_pair(row, second);
         else if (labelled) add_labelled(row);
+        else if (taught) out.add_taught(row, *outcomes);
         else out.add(row);
         report.kept++;
         trained += count_trained(view(row)) + (read.pairs ? count_trained(view(second)) : 0);
@@ -147,6 +167,9 @@ struct Packer {
                 }
             }
         }
+        if (!report.kept && report.rules[2].dropped)
+            DIE("%s: no row's logprobs can be used; the first: %s", source->path.c_str(),
+                report.rules[2].first.c_str());
         if (!report.kept)
             DIE("%s: %s", source->path.c_str(), !lines ? "no row in it"
                 : report.rules[1].dropped ? "all rows are too long" : "no answer says anything");
@@ -163,6 +186,7 @@ struct Packer {
             for (auto& kind : kinds)
                 for (auto& [column, key] : each.layout.columns_of(kind, read.pairs))
                     if (left.erase(key)) used += (used.empty() ? "" : ", ") + column + " <- " + key;
+        if (taught && left.erase("logprobs")) used += ", logprobs";
         for (auto& key : left) rest += (rest.empty() ? "; not read: " : ", ") + score_excerpt(key, 40);
         return "columns: " + used + rest;
     }
@@ -171,6 +195,9 @@ struct Packer {
                    read.pairs ? "pairs" : labelled ? "labelled answers, each with a mismatched row" : "conversations",
                    (unsigned long long)out.begins.back(), trained));
         say(columns());
+        if (taught)
+            say(format("a teacher's log-probabilities: %zu rows are cut into other tokens than this tokenizer's; %zu "
+                       "alternatives are not in its vocabulary, and belong to the rest", recut, foreign));
         if (read.pairs && kinds.count("text"))
             say("a prompt that is a text is continued without the chat template, as TRL does; a list of messages is "
                 "asked");
@@ -183,6 +210,7 @@ struct Packer {
         for (auto& [tag, names] : read.tags)
             if (names.size() > 1) return "roles with more than one name";
         if (kinds.size() != 1) return "rows of more than one kind";
+        if (taught) return "it has no words for log-probabilities";
         if (read.pairs && (kinds.count("trl") || kinds.count("text"))) return "it has no words for TRL's pairs";
         return "";
     }

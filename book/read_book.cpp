@@ -164,12 +164,7 @@ static void need_text(const std::string& path, const std::string& text) {
     for (const std::string begin : {"PK\3\4", "\xD0\xCF\x11\xE0", "{\\rtf"})
         if (text.compare(0, begin.size(), begin) == 0)
             DIE("%s: a document of an office program; save it as .docx, .odt, .epub or .html", path.c_str());
-    mark_of(path, text); // the byte order mark of UTF-16
-    for (size_t i = 0; i < text.size();) {
-        const int k = utf8_length(&text[i], text.size() - i);
-        if (k <= 0) DIE("%s: no UTF-8 at byte %zu; convert it first: iconv -f GB18030 -t UTF-8", path.c_str(), i);
-        i += (size_t)k;
-    }
+    must_be_text(path, text);
 }
 
 static size_t dot_of(const std::string& path) {

@@ -28,7 +28,7 @@ static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer,
     if (o.has_ids) return parse_ids("--ids", o.ids == "-" ? read_stdin() : o.ids);
     std::string text = o.input;
     if (text == "-") {
-        text = read_stdin();
+        text = input_text("-");
         if (!text.empty() && text.back() == '\n') text.pop_back(); // the output of `echo` is not part of the question
     }
     if (o.raw) return tokenizer->encode(text, true);

@@ -46,6 +46,7 @@ int Chat::run() {
     std::string line;
     while (!leave && !Input::hangup && user->next(line)) {
         try {
+            must_be_utf8("the message", line);
             if (!line.empty() && !command(line)) {
                 std::vector<Message> asked = messages;
                 asked.push_back({"user", line});

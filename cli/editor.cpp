@@ -1,8 +1,8 @@
 // cli/editor.cpp: the user's lines, from a terminal or a pipe. libedit.cpp edits them.
 #include "cli/editor.h"
 #include "base/options.h"
+#include "base/text.h"
 #include "cli/screen.h"
-#include "model/utf8.h"
 #include <algorithm>
 #include <cerrno>
 #include <poll.h>
@@ -43,9 +43,8 @@ bool Input::next(std::string& message) {
             all += line;
         }
         if (!interrupted) {
-            message.clear();
-            utf8_repair(message, all, true);
-            remember(message);
+            message = all;
+            if (invalid_utf8(message) == message.npos) remember(message);
             silence();
             return !(more && all.empty());
         }
@@ -85,6 +84,7 @@ bool Input::fill() {
         char some[4096];
         ssize_t n = read(0, some, sizeof some);
         if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && !is_terminal) DIE("standard input: %s", strerror(errno)); // (a terminal may be gone)
         if (n > 0) bytes.append(some, (size_t)n);
         return n > 0;
     }

@@ -26,7 +26,7 @@ struct TextRow {
 
 // The texts of -i, or of --texts. Every line is one, an empty line too.
 static std::vector<TextRow> read_texts(const Options& o) {
-    if (o.texts.empty()) return {{"", o.input == "-" ? read_stdin() : o.input}};
+    if (o.texts.empty()) return {{"", o.input == "-" ? input_text("-") : o.input}};
     std::vector<TextRow> rows;
     if (o.texts.size() > 6 && o.texts.compare(o.texts.size() - 6, 6, ".jsonl") == 0) {
         const MappedFile file(o.texts);
@@ -37,7 +37,7 @@ static std::vector<TextRow> read_texts(const Options& o) {
             rows.push_back({row.is(sj::Object) && row["id"] ? sj::dump(row["id"]) : "", text.str()});
         });
     } else {
-        const std::string input = o.texts == "-" ? read_stdin() : std::string(MappedFile(o.texts).text());
+        const std::string input = input_text(o.texts);
         for (size_t at = 0, end; at < input.size(); at = end + 1) {
             end = std::min(input.find('\n', at), input.size());
             const bool carriage = end > at && input[end - 1] == '\r';
@@ -51,7 +51,7 @@ static std::vector<TextRow> read_texts(const Options& o) {
 // The output for each row. A text that is too long is a fault, before anything is computed.
 static std::vector<std::vector<int>> shown_ids(const Options& o, const Tokenizer& tokenizer, const RerankPrompt* prompt,
                                                const std::vector<TextRow>& rows, size_t context) {
-    const std::string query = prompt && o.input == "-" ? read_stdin() : o.input;
+    const std::string query = prompt && o.input == "-" ? input_text("-") : o.input;
     if (prompt && query.empty()) DIE("the query is empty");
     std::vector<int> question;
     if (prompt) question = prompt->query_ids(tokenizer, o.instruct.empty() ? RETRIEVAL_TASK : o.instruct, query);

@@ -36,7 +36,7 @@ struct PartialFile {
 
     PartialFile(const std::string& path, const std::string& first)
         : path(path), partial(path + ".partial"), header(first + "\n") {
-        if (access(path.c_str(), F_OK) == 0) DIE("%s: exists; remove it or name another file", path.c_str());
+        must_not_exist(path);
         file = fopen(partial.c_str(), "a+b");
         must(file);
         must(flock(fileno(file), LOCK_EX | LOCK_NB) == 0, "another run is writing it");

@@ -53,7 +53,8 @@ static std::pair<std::string, std::string> texts_of(const std::string& shape) {
     return {std::string(MappedFile(shape).text()), ""};
 }
 
-void synthesize(const std::string& shape, const std::string& path, uint64_t seed) {
+void synthesize(const std::string& shape, const std::string& path, uint64_t seed, bool overwrite) {
+    must_be_new("--synthesize", path, overwrite);
     const auto texts = texts_of(shape);
     const std::string &config_text = texts.first, &generation_text = texts.second;
     const Config c = parse_config(shape, config_text, generation_text);
@@ -116,6 +117,7 @@ void convert(const Options& o, bool asks_more) {
     const ModelFile file = open_model(o);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.convert)) DIE("--convert %s: is the model itself", o.convert.c_str());
+    must_be_new("--convert", o.convert, o.overwrite);
     GgufWritten written;
     if (ends_in(o.convert, ".gguf")) written = write_gguf(file, tokenizer_of(tokenizer_path(o), file), o.convert);
     else written.bytes = write_model(file, o.convert);
@@ -132,6 +134,7 @@ void convert_adapter(const Options& o, bool asks_more) {
         DIE("--convert-adapter %s: a path that ends in .gguf, please", o.convert_adapter.c_str());
     const ModelFile file(o.model);
     const AdapterFile adapter(o.adapter, file.config);
+    must_be_new("--convert-adapter", o.convert_adapter, o.overwrite);
     const GgufWritten written = write_gguf_adapter(adapter, file.config, o.convert_adapter);
     fprintf(stderr, "%s: %.2f M parameters, %.1f MB", o.convert_adapter.c_str(),
             (double)adapter_parameters(file.config, adapter.config) / 1e6, (double)written.bytes / 1e6);

@@ -1,6 +1,8 @@
 // cli/options.cpp: qwen3's options.
 #include "cli/options.h"
 #include "base/error.h"
+#include "base/file.h"
+#include "base/text.h"
 #include "search/hybrid.h"
 #include "model/cpu.h"
 #include "model/lookup.h"
@@ -40,7 +42,7 @@ static void parse_seed(Options& o, const char* option, const char* text) {
 
 static std::vector<Option> option_table(Options& o) {
     auto given = [](std::string& to, bool& has) {
-        return [&](const char*, const char* v) { to = v, has = true; };
+        return [&](const char* option, const char* v) { text(to)(option, v), has = true; };
     };
     std::vector<Option> table = {
         {"-i", "--input", "TEXT", "the question; - reads it from standard input", given(o.input, o.has_input)},
@@ -74,14 +76,18 @@ static std::vector<Option> option_table(Options& o) {
         {"-c", "--ctx", "N", "context length in tokens (default 4096, or the model's limit if lower)",
          whole(o.context, 1, INT_MAX)},
         {"", "--docs", "PATH", "retrieval: adds passages of a file or folder to each question",
-         file_name(o.documents.docs)},
+         existing(o.documents.docs)},
     };
     add_document_options(table, o.documents);
     const std::vector<Option> others = {
         {"", "--prompt-cache", "FILE", "loads the shared prefix of the prompt from FILE; writes FILE if it is\n"
-         "missing or holds only the beginning of this prompt", text(o.prompt_cache)},
+         "missing or holds only the beginning of this prompt", [&o](const char* option, const char* v) {
+             o.prompt_cache = v;
+             if (access(v, F_OK) == 0) must_exist(option, v, true);
+             else must_be_writable(option, v);
+         }},
         {"", "--tools", "FILE", "commands that the model may call in a chat; each call asks you first",
-         file_name(o.tools)},
+         existing_file(o.tools)},
         {"", "--raw", "", "send the input without the chat template; special tokens in it count", flag(o.raw)},
         {"", "--json", "", "print one JSON object instead of streaming text", flag(o.json)},
         {"", "--markdown", "0|1", "on a terminal: draw headings, lists, code and tables (default 1);\n"
@@ -99,22 +105,22 @@ static std::vector<Option> option_table(Options& o) {
          [&o](const char*, const char* v) { o.bench = true, o.bench_long = *v; }},
         {"", "--ppl", "FILE", "perplexity of a text over windows of -c tokens (default 2048);\n"
          "- reads standard input",
-         text(o.ppl)},
+         existing_file(o.ppl, true)},
         {"", "--stride", "N", "distance between two windows (default: half a window)", whole(o.stride, 1, INT_MAX)},
         {"", "--against", "MODEL", "with --ppl: compare with another model: KL divergence, share of equal\n"
-         "likeliest tokens, both perplexities", file_name(o.against)},
+         "likeliest tokens, both perplexities", existing(o.against)},
         {"", "--eval", "FILE", "answer the questions of a JSONL file greedily (-n 512) and measure the\n"
-         "loss on its answers; the same command resumes an interrupted run", text(o.eval)},
+         "loss on its answers; the same command resumes an interrupted run", existing_file(o.eval)},
         {"-o", "--output", "FILE", "output of --eval, --embed and --rerank",
-         text(o.output)},
+         output_file(o.output)},
         {"", "", "", "retrieval, with Qwen3-Embedding and Qwen3-Reranker", {}},
         {"", "--embed", "", "print the vector of -i TEXT, or of each line of --texts, as JSONL", flag(o.embed)},
         {"", "--rerank", "", "score each line of --texts for the query -i TEXT, best first, as JSONL",
          flag(o.rerank)},
         {"", "--texts", "FILE", "one text per line (- reads standard input); FILE.jsonl: strings, or\n"
-         "objects with \"text\" and an optional \"id\"", file_name(o.texts)},
+         "objects with \"text\" and an optional \"id\"", existing_file(o.texts, true)},
         {"", "--instruct", "TASK", "--embed: the texts are queries for this task; --rerank: the task\n"
-         "(default: Qwen's web search task)", file_name(o.instruct)},
+         "(default: Qwen's web search task)", text(o.instruct)},
         {"", "--dimensions", "N", "keep the first N dimensions of a vector (default: all)",
          whole(o.dimensions, 1, 1 << 20)},
         {"", "--truncate", "", "cut texts longer than the context (-c); without it they are refused",
@@ -123,12 +129,12 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--cpu", "NAME", "use an older instruction set: plain, avx2, avx512, avx512bf16, amx",
          choose_instructions},
         {"", "--tokenize", "TEXT", "print token ids; needs no model; - reads standard input",
-         given(o.tokenize, o.has_tokenize)},
+         [&o](const char*, const char* v) { o.tokenize = v, o.has_tokenize = true; }}, // (the tokenizer repairs it)
         {"", "--detokenize", "IDS", "print the text of token ids; needs no model; - reads standard input",
          given(o.detokenize, o.has_detokenize)},
         {"", "--ids", "1,2,3", "token ids instead of text (needs no tokenizer)", given(o.ids, o.has_ids)},
         {"", "--logits", "FILE", "write the float32 logits of every position of -i, --raw or --ids; exit",
-         text(o.logits_file)},
+         output_file(o.logits_file)},
         {"", "--logits-hash", "", "print a 64-bit hash of these logits; exit", flag(o.logits_hash)},
         {"", "--convert", "OUT", "write the model as one file: model.bin, where quantised weights become\n"
          "bf16; or, if OUT ends in .gguf, GGUF with tokenizer and chat template:\n"
@@ -136,9 +142,10 @@ static std::vector<Option> option_table(Options& o) {
         {"", "--convert-adapter", "OUT.gguf", "write the adapter of --adapter as GGUF", file_name(o.convert_adapter)},
         {"", "--quantize", "FORMAT OUT.bin", "write a quantised model: int4 (4.2 bits a weight), int8 (8.5), fp8 (8)",
          [&o](const char*, const char* v) { (o.quantize.empty() ? o.quantize : o.quantize_to) = v; }},
+        {"", "--overwrite", "", "replace the file at OUT; without it an existing one is refused", flag(o.overwrite)},
         {"", "--group", "N", "int4: weights per scale: 32, 64 or 128 (default)", whole(o.group, 32, 128)},
         {"", "--calibrate", "FILE", "quantise with GPTQ on this text: smaller error of the products",
-         file_name(o.calibrate)},
+         existing_file(o.calibrate)},
         {"", "--embedding", "NAME", "embedding and head as int8 (default) or unchanged (same)",
          one_of(o.embedding, {"int8", "same"})},
         {"", "--synthesize", "SIZE OUT.bin", "write random weights of a real shape (-s: seed). SIZE: 0.6B, 1.7B, 4B,\n"
@@ -157,7 +164,7 @@ Options parse_options(int argc, char** argv) {
     if (words.size() > 2) DIE("one model and one question, please, in quotes: %s is too much", words[2].c_str());
     if (words.size() == 2 && o.has_input) DIE("one question, please: %s and -i %s", words[1].c_str(), o.input.c_str());
     if (words.size() > 0) o.model = words[0];
-    if (words.size() == 2) o.input = words[1], o.has_input = true;
+    if (words.size() == 2) text(o.input)("the question", words[1].c_str()), o.has_input = true;
     return o;
 }
 
@@ -169,6 +176,13 @@ std::string read_stdin() {
         if (n < 0) DIE("standard input: %s", strerror(errno));
         text.append(buffer, (size_t)n);
     }
+    return text;
+}
+
+std::string input_text(const std::string& path) {
+    if (path != "-") return text_of(path);
+    const std::string text = read_stdin();
+    must_be_utf8("standard input", text);
     return text;
 }
 

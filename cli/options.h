@@ -30,6 +30,7 @@ struct Options : ModelOptions {
     std::string synthesize, synthesize_to, convert, convert_adapter, quantize, quantize_to;
     std::string calibrate, embedding, against;
     int group = 0; // of --quantize int4; 0: 128
+    bool overwrite = false; // what --convert, --quantize and the like write
     std::string prompt_cache, tools;
     std::vector<std::string> starters; // of the model or its adapter: a chat offers them
     uint64_t variant = 0; // identifies variants of the model's file: INT8, packed, FP8 keys or activations, an adapter
@@ -50,6 +51,8 @@ Options parse_options(int argc, char** argv);
 const char* instructions_used();
 
 std::string read_stdin();
+// The text of a file, or for - of standard input, in UTF-8.
+std::string input_text(const std::string& path);
 // Ids separated by commas or white space.
 std::vector<int> parse_ids(const char* option, const std::string& text);
 

@@ -26,7 +26,7 @@ double negative_log_likelihood(const float* logits, int V, int id) {
 int perplexity(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer) {
     const Config& c = model.file.config;
     const char* name = o.ppl == "-" ? "standard input" : o.ppl.c_str();
-    const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
+    const std::vector<int> ids = tokenizer.encode(input_text(o.ppl), false);
     const size_t n = ids.size(), window = (size_t)(o.context ? o.context : std::min(2048, c.max_positions));
     const size_t stride = o.stride ? (size_t)o.stride : window / 2;
     if (n < 2) DIE("%s: %s; it takes two to predict one", name, n ? "one token" : "no token");
@@ -114,19 +114,16 @@ static void report(const Options& o, const Comparison& x, size_t window) {
                               format(" tokens %zu\n", x.kl.n));
 }
 
-int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer) {
+int compare(const Options& o, const LoadedModel& model, const ModelFile& other, const Tokenizer& tokenizer) {
     constexpr size_t PIECE = 64; // tokens whose logits are held
-    const ModelFile other(o.against);
     const Config& c = model.file.config;
-    if (other.config.V != c.V || !fits(tokenizer_path(o), other))
-        DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
     Context usual = o.ctx; // FP8 keys, values and activations are part of the measurement
     usual.kv_fp8 = usual.fp8_activations = false;
     if constexpr (WITH_GPU)
         if (usual.gpu) usual = with_own_scratch(usual); // (each has room of its own to unpack weights)
     const bool keeps = !model.wide && keeps_packed<bf16>(o, o.ctx);
     const std::unique_ptr<LoadedModel> truth = load_model(other, usual, model.wide, Format::PLAIN, keeps);
-    const std::vector<int> ids = tokenizer.encode(o.ppl == "-" ? read_stdin() : MappedFile(o.ppl).text(), false);
+    const std::vector<int> ids = tokenizer.encode(input_text(o.ppl), false);
     const int most = std::min(c.max_positions, other.config.max_positions);
     const size_t window = (size_t)(o.context ? o.context : std::min(2048, most)), V = (size_t)c.V;
     if (ids.size() < 2 || window < 2) DIE("--ppl: a text and a window of one token predict nothing");

@@ -19,6 +19,6 @@ int perplexity(const Options& o, const LoadedModel& model, const Tokenizer& toke
 
 // --ppl with --against: the divergence of this model's distributions from another one's on each token of a text, in
 // windows without shared context: KL(other || this), how often the likeliest token is the same, both perplexities.
-int compare(const Options& o, const LoadedModel& model, const Tokenizer& tokenizer);
+int compare(const Options& o, const LoadedModel& model, const ModelFile& other, const Tokenizer& tokenizer);
 
 } // namespace cli

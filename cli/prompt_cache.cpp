@@ -9,6 +9,14 @@
 
 namespace cli {
 
+void PromptCache::check(const std::string& path) {
+    if (path.empty() || (access(path.c_str(), F_OK) != 0 && errno == ENOENT)) return;
+    const MappedFile map(path);
+    const Header expected{};
+    if (map.size < sizeof expected || memcmp(map.data, expected.magic, sizeof expected.magic) != 0)
+        DIE("%s: not a prompt cache", path.c_str());
+}
+
 PromptCache::PromptCache(const std::string& path, const LoadedModel& model, uint64_t variant, Conversation& session)
     : path(path) {
     const Config& c = model.file.config;
@@ -21,10 +29,9 @@ PromptCache::PromptCache(const std::string& path, const LoadedModel& model, uint
 
     const MappedFile map(path);
     auto must = [&](bool ok, const char* fault) { if (!ok) DIE("%s: %s", path.c_str(), fault); };
-    must(map.size >= sizeof header, "not a prompt cache");
+    check(path);
     const Header expected = header;
     memcpy((void*)&header, map.data, sizeof header);
-    must(!memcmp(header.magic, expected.magic, sizeof header.magic), "not a prompt cache");
     must(header.version == expected.version, "a prompt cache of another version of this program");
     must(header.model == expected.model && header.number == expected.number &&
          header.layers == expected.layers && header.kv_heads == expected.kv_heads &&

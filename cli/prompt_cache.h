@@ -13,6 +13,9 @@ namespace cli {
 // is an error: never a wrong answer. (That protects against damage and mix-ups. A forged file can make the model say
 // anything.)
 struct PromptCache {
+    // Throws Error if the file is there and is no prompt cache.
+    static void check(const std::string& path);
+
     struct Header {
         char magic[8] = {'q', 'w', 'e', 'n', '3', 'k', 'v', 0};
         uint32_t version = 1;

@@ -27,6 +27,7 @@ int quantize(const Options& o, bool asks_more) {
     const ModelFile file = open_model(o);
     for (const MappedFile& map : file.maps)
         if (same_file(map.path, o.quantize_to)) DIE("--quantize %s: is the model itself", o.quantize_to.c_str());
+    must_be_new("--quantize", o.quantize_to, o.overwrite);
     Quantization how;
     how.format = o.quantize == "int4" ? Format::INT4 : o.quantize == "int8" ? Format::INT8 : Format::FP8;
     how.group = o.group ? o.group : 128;
@@ -34,13 +35,14 @@ int quantize(const Options& o, bool asks_more) {
     how.window = std::min(how.window, file.config.max_positions);
     if (!o.calibrate.empty()) {
         const Tokenizer tokenizer = tokenizer_of(tokenizer_path(o), file);
-        how.text = tokenizer.encode(MappedFile(o.calibrate).text(), false);
+        how.text = tokenizer.encode(text_of(o.calibrate), false);
         if (how.windows() == 0)
             DIE("%s: %s; one window takes %d", o.calibrate.c_str(), counted(how.text.size(), "token").c_str(),
                 how.window);
     }
     Context ctx;
-    if (!o.device.empty() || !how.text.empty()) ctx = choose_device(o, file);
+    // (Experts are calibrated on the CPU.)
+    if (!o.device.empty() || (!how.text.empty() && !file.config.E)) ctx = choose_device(o, file);
     ctx.stop = &interrupted;
     auto progress = std::make_unique<Progress>();
     ThreadPace pace(o, Context()); // (most of it is the CPU's in any case)
@@ -51,8 +53,10 @@ int quantize(const Options& o, bool asks_more) {
         progress->show(done, all, [&](double) { return format("layer %d of %d", layer + 1, file.config.L); });
     };
     const double start = seconds();
+    RoundedExperts experts;
     const auto quantize = [&] {
-        return wide(o, file) ? quantize_model<float>(file, how, ctx) : quantize_model<bf16>(file, how, ctx);
+        return wide(o, file) ? quantize_model<float>(file, how, ctx, &experts)
+                             : quantize_model<bf16>(file, how, ctx, &experts);
     };
     std::vector<OutTensor> tensors;
     try {
@@ -67,6 +71,9 @@ int quantize(const Options& o, bool asks_more) {
     const size_t size = write_safetensors(o.quantize_to, file.metadata(quantized_config(file, how)), tensors);
     const std::string by = how.text.empty() ? "to the nearest" : format("GPTQ with %zu windows of %d tokens",
                                                                         how.windows(), how.window);
+    if (experts.some)
+        fprintf(stderr, "%d of %d experts have fewer of the text's tokens than columns, %d of them none: rounded to "
+                        "the nearest\n", experts.some, experts.all, experts.unreached);
     fprintf(stderr, "%s: %.1f M parameters, %.0f MB, %s, %.1f s\n", o.quantize_to.c_str(),
             (double)parameters(file.config) / 1e6, (double)size / 1e6, by.c_str(), seconds() - start);
     return 0;

@@ -3,11 +3,13 @@
 #include "base/options.h"
 #include "cli/ask.h"
 #include "cli/bench.h"
+#include "cli/commands.h"
 #include "cli/embed.h"
 #include "cli/evaluate.h"
 #include "cli/make.h"
 #include "cli/options.h"
 #include "cli/perplexity.h"
+#include "cli/prompt_cache.h"
 #include "cli/quantize.h"
 #include "cli/screen.h"
 #include "model/adapters.h"
@@ -52,17 +54,15 @@ static void settle_thinking(Options& o, const ModelFile& file, const ChatStyle& 
 // One prompt, a chat, --ppl, --eval, --embed or --rerank.
 static int use_model(Options& o, const ModelFile& file, double start) {
     const Config& c = file.config;
-    const std::unique_ptr<LoadedModel> loaded = load(o, file);
-    LoadedModel& model = *loaded;
     o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps(o, file) ? 2 : o.dtype == "fp8" ? 3 : 0;
     if (o.ctx.kv_fp8) o.variant |= 4;
     if (o.ctx.fp8_activations) o.variant |= 8;
     o.starters = file.starters;
+    std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) {
-        const AdapterFile from(o.adapter, c);
-        o.variant = adapter_hash(from, o.variant);
-        model.attach(from);
-        if (!from.starters.empty()) o.starters = from.starters;
+        adapter = std::make_unique<AdapterFile>(o.adapter, c);
+        o.variant = adapter_hash(*adapter, o.variant);
+        if (!adapter->starters.empty()) o.starters = adapter->starters;
     }
     const std::unique_ptr<Tokenizer> tokenizer = fitting_tokenizer(o, file);
     settle_thinking(o, file, tokenizer ? tokenizer->chat : ChatStyle());
@@ -70,12 +70,20 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     if (!note.empty() && !o.raw && !o.has_ids && !o.embed && !o.rerank) say(note);
     if (o.context > c.max_positions)
         DIE("--ctx %d: the model's limit is %d (--rope-scaling raises it)", o.context, c.max_positions);
-    if (o.embed || o.rerank) return embed_or_rerank(o, model, *tokenizer);
-    if (!o.against.empty()) return compare(o, model, *tokenizer);
-    if (!o.ppl.empty()) return perplexity(o, model, *tokenizer);
+    std::unique_ptr<ModelFile> other;
+    if (!o.against.empty()) other = std::make_unique<ModelFile>(o.against);
+    if (other && !same_ids(tokenizer_path(o), file, *other))
+        DIE("%s: another vocabulary than that of %s", o.against.c_str(), o.model.c_str());
     o.quotes = quotes(o.documents, c, say);
     if (!o.documents.docs.empty())
         o.library = std::make_shared<Documents>(o.documents, say, open_document_models(o, o.documents));
+    PromptCache::check(o.prompt_cache);
+    const std::unique_ptr<LoadedModel> loaded = load(o, file); // all files of options are open
+    LoadedModel& model = *loaded;
+    if (adapter) model.attach(*adapter);
+    if (o.embed || o.rerank) return embed_or_rerank(o, model, *tokenizer);
+    if (other) return compare(o, model, *other, *tokenizer);
+    if (!o.ppl.empty()) return perplexity(o, model, *tokenizer);
     if (o.eval.empty()) return ask(o, model, tokenizer.get(), start);
     model.decode_for_long(); // (many answers)
     return evaluate(o, model, *tokenizer);
@@ -110,7 +118,9 @@ int run(int argc, char** argv) {
         const std::vector<int> ids = parse_ids("--detokenize", o.detokenize == "-" ? read_stdin() : o.detokenize);
         return write_stdout(Tokenizer(tokenizer_path(o)).decode(ids, false)), 0;
     }
-    if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed), 0;
+    const bool makes = !o.synthesize.empty() || !o.convert.empty() || !o.convert_adapter.empty() || !o.quantize.empty();
+    if (o.overwrite && !makes) DIE("--overwrite is for --convert, --convert-adapter, --quantize and --synthesize");
+    if (!o.synthesize.empty()) return synthesize(o.synthesize, o.synthesize_to, o.seed, o.overwrite), 0;
     if (o.model.empty()) DIE("no model named (--help lists the options)");
     const bool asks = o.has_input || o.has_ids, measures = !o.ppl.empty() || !o.eval.empty() || o.bench;
     const bool retrieves = o.embed || o.rerank;
@@ -118,6 +128,8 @@ int run(int argc, char** argv) {
         DIE("one thing at a time: -i or --ids, --ppl, --eval, --bench, --embed, --rerank");
     check_retrieval(o);
     if (!o.eval.empty() && o.output.empty()) DIE("--eval needs -o FILE, where the answers go");
+    if (!o.eval.empty()) must_not_exist(o.output);
+    if (!o.tools.empty()) read_commands(o.tools);
     if (o.eval.empty() && !retrieves && !o.output.empty()) DIE("-o is for --eval, --embed and --rerank");
     if (o.stride && o.ppl.empty()) DIE("--stride is for --ppl");
     if (!o.against.empty() && (o.ppl.empty() || o.stride)) DIE("--against is for --ppl, without --stride");

@@ -50,13 +50,29 @@ void head_loss_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* factor, acc<T
     for (int r = 0; r < of.R; r++) factor[r] = of.by ? of.by[r] : 1;
 }
 
+// log(sum_v e^(by x[v])), 16 ids at a time
+template <class A> static A log_sum_lanes(const A* x, int V, A by) {
+    const A top = by * *std::max_element(x, x + V);
+    lanes<A> e, sums = {};
+    for (int v = 0; v < V; v += LANES) {
+        const int n = std::min(LANES, V - v);
+        load_some(e, x + v, n);
+        e = e * by - top;
+        exp_lanes(e);
+        for (int l = n; l < LANES; l++) e[l] = 0;
+        sums += e;
+    }
+    return std::log(sum_lanes(sums)) + top;
+}
+
 // One row of `distillation`, 16 ids at a time.
 template <class T> struct DistilledRow {
     const acc<T>*s, *t; // logits of the student and of the teacher
     const Distillation& how;
     const int V;
     const acc<T> by = 1 / (acc<T>)how.temperature;
-    const acc<T> sum_s = log_sum(s, by), sum_t = log_sum(t, by), sum = how.weight < 1 ? log_sum(s, 1) : 0;
+    const acc<T> sum_s = log_sum_lanes(s, V, by), sum_t = log_sum_lanes(t, V, by),
+                 sum = how.weight < 1 ? log_sum_lanes(s, V, (acc<T>)1) : 0;
 
     struct Ids { lanes<T> p, q, log_p, log_q, log_m; };
     int load(Ids& x, int v) const { // p and q are zero past the end
@@ -71,19 +87,6 @@ template <class T> struct DistilledRow {
             x.log_m[l] = std::log(std::max(how.beta * x.p[l] + (1 - how.beta) * x.q[l],
                                            std::numeric_limits<acc<T>>::min()));
         return n;
-    }
-    acc<T> log_sum(const acc<T>* x, acc<T> by) const {
-        const acc<T> top = by * *std::max_element(x, x + V);
-        lanes<T> e, sums = {};
-        for (int v = 0; v < V; v += LANES) {
-            const int n = std::min(LANES, V - v);
-            load_some(e, x + v, n);
-            e = e * by - top;
-            exp_lanes(e);
-            for (int l = n; l < LANES; l++) e[l] = 0;
-            sums += e;
-        }
-        return std::log(sum_lanes(sums)) + top;
     }
 };
 
@@ -121,6 +124,41 @@ void distillation_cpu(Context&, const Distilled<acc<T>>& out, T* dlogits, acc<T>
             }
             memcpy((uint8_t*)s + v * sizeof(T), g, n * sizeof(T));
         }
+    }
+}
+
+template <class A> void gather_outcomes_cpu(Context&, A* z, A* tail, A* logits, const int* id, int R, int J, int V) {
+    #pragma omp parallel for schedule(static) if ((size_t)R * V > 2000)
+    for (int r = 0; r < R; r++) {
+        A *s = logits + (size_t)r * V, *to = z + (size_t)r * J;
+        for (int j = 0; j < J - 1; j++) {
+            const int v = id[(size_t)r * J + j];
+            to[j] = v < 0 ? NEVER<A> : s[v];
+            if (v >= 0) s[v] = NEVER<A>;
+        }
+        to[J - 1] = tail[r] = log_sum_lanes(s, V, (A)1);
+    }
+}
+
+template <class T>
+void scatter_outcomes_cpu(Context&, T* dlogits, acc<T>* logits, const T* dz, size_t ld, const acc<T>* tail,
+                          const int* id, int R, int J, int V) {
+    #pragma omp parallel for schedule(static) if ((size_t)R * V > 2000)
+    for (int r = 0; r < R; r++) {
+        const acc<T>* s = logits + (size_t)r * V;
+        uint8_t* to = (uint8_t*)dlogits + (size_t)r * V * sizeof(acc<T>);
+        for (int v = 0; v < V; v += LANES) { // (as in cross_entropy_cpu)
+            const int n = std::min(LANES, V - v);
+            lanes<T> e;
+            load_some(e, s + v, n);
+            e -= tail[r];
+            exp_lanes(e);
+            T g[LANES];
+            for (int l = 0; l < n; l++) g[l] = to_stored<T>(to_acc(dz[r * ld + J - 1]) * e[l]);
+            memcpy(to + v * sizeof(T), g, n * sizeof(T));
+        }
+        for (int j = 0; j < J - 1; j++)
+            if (const int v = id[(size_t)r * J + j]; v >= 0) memcpy(to + v * sizeof(T), &dz[r * ld + j], sizeof(T));
     }
 }
 
@@ -316,9 +354,17 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
     adamw(stored, p, m, v, g, norm, n, a);
 }
 
+template <class T>
+FLATTEN void adamw8_cpu(Context&, T* stored, acc<T>* p, const Moments8& to, const acc<T>* g, const double* norm,
+                        size_t n, size_t decayed, const AdamW& a) {
+    adamw8(stored, p, to, g, norm, n, decayed, a);
+}
+
 #define INSTANTIATE(T)                                                                                                \
     template void distillation_cpu(Context&, const Distilled<acc<T>>&, T*, acc<T>*,                                   \
                                    const DistillationRows<acc<T>>&);                                                  \
+    template void scatter_outcomes_cpu(Context&, T*, acc<T>*, const T*, size_t, const acc<T>*, const int*, int, int,  \
+                                       int);                                                                          \
     template void cross_entropy_cpu(Context&, acc<T>*, T*, acc<T>*, const int*, acc<T>, int, int);                    \
     template void head_loss_cpu(Context&, acc<T>*, T*, acc<T>*, acc<T>*, T*, acc<T>*, const T*,                       \
                                 const LossRows<acc<T>>&, const Linear<T>&);                                           \
@@ -335,6 +381,8 @@ FLATTEN void adamw_cpu(Context&, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, con
     template void attend_backward_cpu(Context&, T*, const HeadNormGradients<T>&, const T*, const Attended<T>&,        \
                                       const LayerCache<T>&, const T*, const HeadNorms<T>&, const Batch&,              \
                                       const HeadShape&, acc<T>*);                                                     \
+    template void adamw8_cpu(Context&, T*, acc<T>*, const Moments8&, const acc<T>*, const double*, size_t, size_t,    \
+                             const AdamW&);                                                                           \
     template void adamw_cpu(Context&, T*, acc<T>*, acc<T>*, acc<T>*, const acc<T>*, const double*, size_t, const      \
                             AdamW&);
 QWEN3_INSTANCES(INSTANTIATE)
@@ -344,6 +392,7 @@ using Sum = double;
 #else
 using Sum = float; // of bf16 and of float
 #endif
+template void gather_outcomes_cpu(Context&, Sum*, Sum*, Sum*, const int*, int, int, int);
 template void add_losses_cpu(Context&, double*, const Sum*, int);
 template void embed_backward_cpu(Context&, Sum*, const Sum*, const Batch&, int);
 template void grad_norm_cpu(Context&, double*, double*, const Sum*, size_t);

@@ -95,6 +95,13 @@ void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const a
     swiglu_cpu(ctx, out, gate_up, N, W.rows[0]);
 }
 
+template <class T>
+void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* both, T* normed, const acc<T>* x, const T* w,
+             const Linear<T>& gate_up, const Linear<T>& down, int N, float eps) {
+    norm_linear_swiglu_cpu(ctx, hidden, both, normed, x, w, gate_up, N, eps);
+    linear_add_cpu(ctx, out, x, hidden, down, N);
+}
+
 #define INSTANTIATE(T)                                                                                                \
     template void embed_cpu(Context&, acc<T>*, const Linear<T>&, const Batch&, int);                                  \
     template void rmsnorm_cpu(Context&, T*, const acc<T>*, const T*, int, int, float);                                \
@@ -104,7 +111,9 @@ void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const a
     template void attend_cpu(Context&, T*, acc<T>*, T*, const LayerCache<T>&, const T*, const HeadNorms<T>&,          \
                              const Batch&, const HeadShape&);                                                         \
     template void swiglu_cpu(Context&, T*, const T*, int, int);                                                       \
-    template void norm_linear_swiglu_cpu(Context&, T*, T*, T*, const acc<T>*, const T*, const Linear<T>&, int, float);
+    template void norm_linear_swiglu_cpu(Context&, T*, T*, T*, const acc<T>*, const T*, const Linear<T>&, int, float); \
+    template void mlp_cpu(Context&, acc<T>*, T*, T*, T*, const acc<T>*, const T*, const Linear<T>&, const Linear<T>&, \
+                          int, float);
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE
 #ifdef QWEN3_DOUBLE

@@ -1,5 +1,7 @@
 // cpu/ops.h: the ops for the vector and matrix instructions of CPUs.
 #pragma once
+#include "model/distillation.h"
+#include "model/moments.h"
 #include "qwen3.cu"
 #include <cstddef>
 #include <cstdint>
@@ -66,6 +68,11 @@ template <class T>
 void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w,
                             const Linear<T>& W, int N, float eps);
 
+// out = x + swiglu(rmsnorm(x) gate_up^T) down^T
+template <class T>
+void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* both, T* normed, const acc<T>* x, const T* w,
+             const Linear<T>& gate_up, const Linear<T>& down, int N, float eps);
+
 // The experts of each token, and the tokens of each expert
 template <class T>
 void route_cpu(Context& ctx, const Routed<T>& out, const T* x, const Linear<T>& W, const Batch& b, int k, bool normed);
@@ -98,6 +105,13 @@ void cross_entropy_cpu(Context& ctx, acc<T>* loss, T* dlogits, acc<T>* logits, c
 template <class T>
 void distillation_cpu(Context& ctx, const Distilled<acc<T>>& out, T* dlogits, acc<T>* logits,
                       const DistillationRows<acc<T>>& of);
+
+// Logits as outcomes, and the outcomes' gradients as those of logits
+template <class A>
+void gather_outcomes_cpu(Context& ctx, A* z, A* tail, A* logits, const int* id, int R, int J, int V);
+template <class T>
+void scatter_outcomes_cpu(Context& ctx, T* dlogits, acc<T>* logits, const T* dz, size_t ld, const acc<T>* tail,
+                          const int* id, int R, int J, int V);
 
 // head_cpu and cross_entropy_cpu
 template <class T>
@@ -164,6 +178,9 @@ template <class A> void embed_backward_cpu(Context& ctx, A* dW, const A* dx, con
 template <class A> void grad_norm_cpu(Context& ctx, double* norm, double* partial, const A* g, size_t n);
 
 // One step of AdamW
+template <class T>
+void adamw8_cpu(Context& ctx, T* stored, acc<T>* p, const Moments8& to, const acc<T>* g, const double* norm, size_t n,
+                size_t decayed, const AdamW& a);
 template <class T>
 void adamw_cpu(Context& ctx, T* stored, acc<T>* p, acc<T>* m, acc<T>* v, const acc<T>* g, const double* norm, size_t n,
                const AdamW& a);

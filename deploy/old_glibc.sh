@@ -65,12 +65,12 @@ for compiler in gcc g++; do
     headers="-nostdinc"
     [ $compiler = gcc ] || headers="$headers -isystem $root/usr/include/c++/10 -isystem $root/usr/include/$triplet/c++/10"
     headers="$headers -isystem $($prefix$compiler -print-file-name=include)"
-    # (g++ 12 suspects std::function of libstdc++ 10 of being uninitialized.)
+    # (g++ 12 suspects std::function of libstdc++ 10 of being uninitialized; psabi: Arm's calls changed with g++ 10.)
     cat >"$folder/$machine-glibc2.31-$compiler" <<END
 #!/bin/sh
 case " \$* " in *" -shared "*) set -- -L$folder/shared -Wl,-rpath,'\$ORIGIN' "\$@" ;; esac
 exec $prefix$compiler --sysroot=$root $headers -isystem $root/usr/include/$triplet -isystem $root/usr/include "\$@" \\
-    -B$folder/lib -L$folder/lib -L$root/usr/lib/$triplet -L$root/lib/$triplet -static-libgcc -Wno-maybe-uninitialized
+    -B$folder/lib -L$folder/lib -L$root/usr/lib/$triplet -L$root/lib/$triplet -static-libgcc -Wno-maybe-uninitialized -Wno-psabi
 END
     chmod +x "$folder/$machine-glibc2.31-$compiler"
 done

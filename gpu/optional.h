@@ -19,12 +19,15 @@ struct Optional {
     template <class Epilogue>
     static RowsDealt few(Context& ctx, const Epilogue& epilogue, const bf16* x, const int* rows, const Linear<bf16>& W,
                          int N);
-    // The product of more tokens with packed weights as they are stored. It may round the activations in x.
+    // The product of more tokens with packed weights as they are stored. It may round the activations in x; rounded: x,
+    // if that is already stored as e4m3.
     template <class Epilogue>
-    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N);
+    static bool many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const E4M3Rows& rounded,
+                     const Linear<bf16>& W, int N);
+    // output: see norm_product_gpu.
     template <class Epilogue>
     static bool norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
-                          const Linear<bf16>& W, int N, float eps);
+                          const Linear<bf16>& W, int N, float eps, E4M3Rows* output);
     // A product by tiles: on Hopper.
     template <bool X_COLS, bool W_COLS, class Epilogue>
     static bool tiles(Context& ctx, const TileArgs& p, const Epilogue& epilogue);

@@ -17,15 +17,16 @@ RowsDealt Optional::few(Context& ctx, const Epilogue& epilogue, const bf16* x, c
 }
 
 template <class Epilogue>
-bool Optional::many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const Linear<bf16>& W, int N) {
+bool Optional::many(Context& ctx, const Epilogue& epilogue, const bf16*& x, const E4M3Rows& rounded,
+                    const Linear<bf16>& W, int N) {
     constexpr bool HEAD = std::is_same_v<Epilogue, StoreEpilogue<float>>; // whose x is never rounded
     const bool rounds = !HEAD && rounds_activations(ctx, W, N);
     if constexpr (!HEAD)
         if (rounds && takes_e4m3(W)) {
-            e4m3_product(ctx, epilogue, e4m3_rows(ctx, x, N, W.in), W, N);
+            e4m3_product(ctx, epilogue, rounded.q ? rounded : e4m3_rows(ctx, x, N, W.in), W, N);
             return true;
         }
-    if (rounds) x = rounded(ctx, x, N, W.in);
+    if (rounds) x = round_to_bf16(ctx, x, N, W.in);
     if (!streams_packed(ctx, W, N)) return false;
     packed_hopper_product(ctx, epilogue, x, W, N);
     return true;
@@ -33,11 +34,11 @@ bool Optional::many(Context& ctx, const Epilogue& epilogue, const bf16*& x, cons
 
 template <class Epilogue>
 bool Optional::norm_many(Context& ctx, const Epilogue& epilogue, const float* stream, const bf16* norm,
-                         const Linear<bf16>& W, int N, float eps) {
+                         const Linear<bf16>& W, int N, float eps, E4M3Rows* output) {
     if (!rounds_activations(ctx, W, N) || !takes_e4m3(W)) return false;
     const E4M3Rows x = first_rows(ctx, N, W.in);
     rmsnorm_rounded_gpu(ctx, x, stream, norm, N, W.in, eps);
-    e4m3_product(ctx, epilogue, x, W, N);
+    e4m3_product(ctx, epilogue, x, W, N, output);
     return true;
 }
 

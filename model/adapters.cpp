@@ -42,6 +42,16 @@ static void read_targets(const char* file, sj::Value targets, const Config& c, A
     }
 }
 
+// A name in modules_to_save, as PEFT matches it: a module's path, or its end.
+static void read_saved(const char* file, sj::Value v, AdapterConfig& a) {
+    const std::string name = v.str();
+    if (name == "embed_tokens" || name == "model.embed_tokens") a.embed = true;
+    else if (name == "lm_head") a.head = true;
+    else
+        DIE("%s: modules_to_save has %.60s: embed_tokens and lm_head are supported", file,
+            std::string(v.raw()).c_str());
+}
+
 // Reads adapter_config.json. As with a model's config, keys that change the computation are read or must be off. An
 // unknown key may change it: it must be off too.
 static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, const Config& c,
@@ -60,9 +70,14 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     static const std::set<std::string> bookkeeping = {
         "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
         "qalora_group_size", "revision", "task_type"};
+    AdapterConfig a;
     for (auto [key, v] : j.members()) {
         if (read_below.count(key) || bookkeeping.count(key)) continue;
         if (scores && key == "modules_to_save") continue;
+        if (key == "modules_to_save" && v.is(sj::Array) && j["task_type"].str() != "SEQ_CLS") {
+            for (sj::Value one : v.items()) read_saved(name, one, a);
+            continue;
+        }
         if (key == "modules_to_save" && j["task_type"].str() == "SEQ_CLS")
             DIE("%s: a reward model, which scores answers: train_lora --grpo --reward FOLDER", name);
         const bool empty = (v.is(sj::Object) || v.is(sj::Array)) && v.size() == 0;
@@ -75,7 +90,6 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     const sj::Value init = j["init_lora_weights"];
     if (init && !init.is_bool() && !init.is(sj::Null) && init.str() != "gaussian")
         DIE("%s: init_lora_weights = %.60s is not supported", name, std::string(init.raw()).c_str());
-    AdapterConfig a;
     int64_t rank;
     if (!j["r"].integer(&rank) || rank < 1 || rank > MAX_RANK)
         DIE("%s: r is not a whole number from 1 to %d", name, MAX_RANK);
@@ -99,7 +113,12 @@ std::string adapter_config_json(const AdapterConfig& a, double dropout, const st
     w.field("inference_mode", true).field("init_lora_weights", true).field("lora_alpha", a.alpha);
     w.field("lora_dropout", dropout);
     if (scores) w.key("modules_to_save").array().value("classifier").value("score").end();
-    else w.field("modules_to_save", nullptr);
+    else if (a.saves()) {
+        w.key("modules_to_save").array();
+        for (auto [saved, name] : {std::pair(a.embed, "embed_tokens"), {a.head, "lm_head"}})
+            if (saved) w.value(name);
+        w.end();
+    } else w.field("modules_to_save", nullptr);
     w.field("peft_type", "LORA").field("r", a.rank);
     w.key("target_modules").array();
     for (int m = 0; m < MODULES; m++)
@@ -115,8 +134,16 @@ std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a) {
     return all;
 }
 
+std::vector<ModelTensor> saved_tensors(const Config& c, const AdapterConfig& a) {
+    std::vector<ModelTensor> all;
+    if (a.embed) all.push_back({EMBED, -1, c.V, c.C});
+    if (a.head) all.push_back({HEAD, -1, c.V, c.C});
+    return all;
+}
+
 size_t adapter_parameters(const Config& c, const AdapterConfig& a) {
     size_t n = 0;
+    for (const ModelTensor& t : saved_tensors(c, a)) n += t.size();
     for (const ModelTensor& t : targeted(c, a)) n += a.rank * ((size_t)t.rows + t.columns);
     return n;
 }
@@ -158,15 +185,30 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
             check(name, matrix == 'A' ? Shape{config.rank, t.columns} : Shape{t.rows, config.rank});
             expected.insert(name);
         }
+    for (const ModelTensor& t : saved_tensors(c, config))
+        check(saved_name(t), t.shape()), expected.insert(saved_name(t));
     if (scores) check(SCORE_TENSOR, {1, c.C}), expected.insert(SCORE_TENSOR);
     for (auto& [name, t] : tensors)
         if (!expected.count(name))
             DIE("%s: tensor %s belongs to no module that the config names", map.path.c_str(), name.c_str());
 }
 
+std::vector<ModelTensor> AdapterFile::saved() const {
+    std::vector<ModelTensor> all;
+    for (auto [has, kind] : {std::pair(config.embed, EMBED), {config.head, HEAD}})
+        if (has) {
+            const Shape& shape = tensors.at(saved_name({kind, -1, 0, 0})).shape;
+            all.push_back({kind, -1, (int)shape[0], (int)shape[1]});
+        }
+    return all;
+}
+
 void AdapterFile::name_as_usual() {
     const std::string usual = "base_model.model.model.", layers = "layers.";
-    const std::string first = tensors.empty() ? "" : tensors.begin()->first;
+    const auto of_layer = std::find_if(tensors.begin(), tensors.end(), [&](auto& entry) {
+        return entry.first.find("." + layers) != entry.first.npos;
+    });
+    const std::string first = of_layer == tensors.end() ? "" : of_layer->first;
     const size_t at = first.find("." + layers);
     if (at == first.npos || first.substr(0, at + 1) == usual) return;
     const std::string prefix = first.substr(0, at + 1);

@@ -13,6 +13,8 @@ struct AdapterConfig {
     double alpha = 0;
     bool rslora = false; // Kalajdzievski, "A rank stabilization scaling factor for fine-tuning with LoRA", 2023
     bool targets[MODULES] = {};
+    bool embed = false, head = false; // PEFT's modules_to_save: whole matrices in place of the model's
+    bool saves() const { return embed || head; }
     double scale() const { return alpha / (rslora ? std::sqrt((double)rank) : (double)rank); }
 };
 
@@ -38,7 +40,18 @@ inline constexpr const char* SCORE_TENSOR = "base_model.model.score.weight";
 
 // The model's matrices that the adapter is for, in the model's order.
 std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a);
-size_t adapter_parameters(const Config& c, const AdapterConfig& a);
+size_t adapter_parameters(const Config& c, const AdapterConfig& a); // with the saved matrices
+// The matrices that the adapter replaces: the embedding, the head. A tied model's become two.
+std::vector<ModelTensor> saved_tensors(const Config& c, const AdapterConfig& a);
+inline std::string saved_name(const ModelTensor& t) { return "base_model.model." + t.name(); } // as PEFT names it
+template <class T> Linear<T>& saved_in(Weights<T>& w, const ModelTensor& t) {
+    return t.kind == EMBED ? w.embed : w.head;
+}
+template <class T> Linear<T> saved_linear(const ModelTensor& t, const T* numbers) {
+    Linear<T> linear;
+    linear.w[0] = numbers, linear.rows[0] = t.rows, linear.in = t.columns;
+    return linear;
+}
 // PEFT's name of a module's A (rank, in) or B (out, rank).
 std::string adapter_tensor(const ModuleOf& m, char matrix);
 inline std::string adapter_tensor(int layer, int kind, char matrix) {
@@ -61,6 +74,8 @@ struct AdapterFile {
     // copied: other programs may be changing the files. scores: a reward model's adapter; any other is refused, and
     // else that one.
     AdapterFile(const std::string& folder, const Config& c, bool copied = false, bool scores = false);
+    // Its own embedding and head, as far as it has them.
+    std::vector<ModelTensor> saved() const;
 
   private:
     // PEFT names tensors by the class that it wraps: base_model.model.model.layers.0 of a causal model, without the
@@ -148,6 +163,9 @@ template <class T> struct AttachedAdapter {
     Arena arena;
 
     template <class Model> AttachedAdapter(Context& ctx, Model& w, const AdapterFile& file, int tokens) {
+        if (!std::is_same_v<Model, Weights<T>> && file.config.saves())
+            DIE("%s: it has its own embedding or head (modules_to_save): one model's adapters share these; name it in "
+                "--adapter alone, or merge it", file.path.c_str());
         const int rank = adapt(w, file.config, ctx.gpu ? GPU_RANK_STEP : 1);
         for (auto& layer : w.layers)
             if (ctx.gpu && !layer.experts.empty() &&
@@ -158,9 +176,14 @@ template <class T> struct AttachedAdapter {
         const float s = (float)file.config.scale();
         std::vector<T> stored(p.size());
         for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < A ? p[i] : p[i] * s);
+        size_t all = 0; // numbers of saved matrices
+        for (const ModelTensor& t : file.saved()) all += t.size();
         arena.gpu = ctx.gpu != nullptr;
-        T *numbers, *h; // one h for all products: without training it is not read again
-        auto plan = [&] { numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * rank); };
+        T *numbers, *h, *saved; // one h for all products: without training it is not read again
+        auto plan = [&] {
+            numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * rank);
+            saved = arena.take<T>(all);
+        };
         plan();
         arena.allocate("the adapter");
         plan();
@@ -169,5 +192,14 @@ template <class T> struct AttachedAdapter {
             Adapter<T>& a = linear.adapter;
             a.A = numbers + at.A, a.B = numbers + at.B, a.h = h;
         });
+        if constexpr (std::is_same_v<Model, Weights<T>>)
+            for (const ModelTensor& t : file.saved()) {
+                const Tensor& from = file.tensors.at(saved_name(t));
+                std::vector<T> copy(t.size());
+                for (size_t i = 0; i < copy.size(); i++) copy[i] = to_stored<T>(number(from, i));
+                copy_in(ctx, saved, copy.data(), copy.size());
+                saved_in(w, t) = saved_linear<T>(t, saved);
+                saved += t.size();
+            }
     }
 };

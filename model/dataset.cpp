@@ -1,5 +1,6 @@
 // model/dataset.cpp: datasets, read and checked, and written.
 #include "model/dataset.h"
+#include <cmath>
 
 uint64_t dataset_hash(DatasetRow row) {
     uint64_t h = 0xCBF29CE484222325;
@@ -12,6 +13,21 @@ const char* dataset_fault(DatasetRow row) {
     if (row.size() == 0 || row.size() > INT32_MAX) return "the number of its tokens is out of range";
     if (row.first[0] & TRAIN) return "its first token is to be trained, which nothing foresees";
     if (std::none_of(row.begin(), row.end(), [](uint32_t word) { return word & TRAIN; })) return "nothing to train";
+    return nullptr;
+}
+
+const char* outcomes_fault(uint32_t token, const uint32_t* id, const float* log_p, size_t K) {
+    double sum = 0;
+    size_t n = 0;
+    for (; n < K && id[n] != NO_ID; n++) {
+        if (id[n] & TRAIN || std::find(id, id + n, id[n]) != id + n) return "ids that are not distinct";
+        if (!(log_p[n] <= 0 && log_p[n] >= -1e6f)) return "a log-probability that is none";
+        sum += std::exp((double)log_p[n]);
+    }
+    if (n == 0 || id[0] != token) return "the trained token is not the first of its ids";
+    if (sum > 1.001) return "probabilities that add up to more than 1";
+    for (; n < K; n++)
+        if (id[n] != NO_ID || log_p[n] != 0) return "numbers behind the last id";
     return nullptr;
 }
 
@@ -35,9 +51,9 @@ Dataset::Dataset(const std::string& path) : file(path) {
     need(file.size >= sizeof header, "too short for a dataset");
     memcpy(&header, file.data, sizeof header);
     need(!memcmp(header.magic, mine.magic, sizeof mine.magic), "not a dataset (datagen pack makes them)");
-    if (header.version < header.OF_ROWS || header.version > header.OF_LABELLED)
+    if (header.version < header.OF_ROWS || header.version > header.OF_TAUGHT)
         DIE("%s: a dataset of version %u, not %u to %u", path.c_str(), header.version, header.OF_ROWS,
-            header.OF_LABELLED);
+            header.OF_TAUGHT);
     need(header.zero == 0, "bad header");
     need(header.rows > 0, "a dataset without rows");
     need(header.rows % group() == 0, "a row without its pair");
@@ -46,7 +62,7 @@ Dataset::Dataset(const std::string& path) : file(path) {
     const uint64_t padded = header.tokens + header.tokens % 2;
     const uint64_t size = sizeof header + 4 * padded +
                           8 * (2 * header.rows + 1 + (labelled() ? header.rows / 2 : 0));
-    if (size != file.size)
+    if (taught() ? file.size < size + 8 : size != file.size)
         DIE("%s: %zu bytes where the header promises %llu: cut short or damaged", path.c_str(), file.size,
             (unsigned long long)size);
     token = (const uint32_t*)(file.data + sizeof header);
@@ -66,6 +82,29 @@ Dataset::Dataset(const std::string& path) : file(path) {
         if (const char* fault = dataset_fault(row(i), row(i + 1), labelled()))
             DIE("%s: rows %zu and %zu: %s", path.c_str(), i, i + 1, fault);
     for (size_t i = 0; labelled() && i < rows() / 2; i++) need(label[i] <= 1, "a label that is neither 0 nor 1");
+    if (taught()) open_outcomes();
+}
+
+void Dataset::open_outcomes() {
+    places = *label;
+    if (places < 1 || places > MOST_OUTCOMES) DIE("%s: bad number of ids per token", path());
+    const size_t at = (size_t)((const uint8_t*)(label + 1) - file.data); // (the sizes before it were checked)
+    if (file.size - at != 8 * trained_count * places)
+        DIE("%s: %zu bytes of log-probabilities, not %llu: cut short or damaged", path(), file.size - at,
+            (unsigned long long)(8 * trained_count * places));
+    outcome_id = (const uint32_t*)(label + 1), outcome_p = (const float*)(outcome_id + trained_count * places);
+    size_t n = 0; // trained tokens
+    for (size_t i = 0; i < rows(); i++) {
+        first_trained.push_back(n);
+        for (uint32_t word : row(i)) {
+            if (!(word & TRAIN)) continue;
+            const uint32_t* id = outcome_id + n * places;
+            if (const char* fault = outcomes_fault(word & ~TRAIN, id, outcome_p + n * places, places))
+                DIE("%s: row %zu: %s", path(), i, fault);
+            for (size_t k = 0; k < places && id[k] != NO_ID; k++) largest = std::max(largest, id[k]);
+            n++;
+        }
+    }
 }
 
 void Dataset::must_match(uint64_t tokenizer, uint64_t chat_template, const std::string& advice) const {
@@ -98,6 +137,24 @@ void DatasetWriter::add_two(const std::vector<uint32_t>& a, const std::vector<ui
         DIE("%s: rows %zu and %zu: %s", out.path.c_str(), hashes.size() - 2, hashes.size() - 1, fault);
 }
 
+void DatasetWriter::add_taught(const std::vector<uint32_t>& words,
+                               const std::vector<std::vector<Outcome>>& outcomes) {
+    header.version = header.OF_TAUGHT;
+    add(words);
+    size_t k = 0;
+    for (uint32_t word : words) {
+        if (!(word & TRAIN)) continue;
+        std::vector<uint32_t> id;
+        std::vector<float> log_p;
+        if (k < outcomes.size())
+            for (const Outcome& o : outcomes[k]) id.push_back(o.id), log_p.push_back(o.log_p);
+        const char* fault = outcomes_fault(word & ~TRAIN, id.data(), log_p.data(), id.size());
+        if (fault || id.size() > MOST_OUTCOMES)
+            DIE("%s: row %zu: %s", out.path.c_str(), hashes.size() - 1, fault ? fault : "too many ids of a token");
+        taught.push_back(outcomes[k++]);
+    }
+}
+
 void DatasetWriter::add(const std::vector<uint32_t>& words) {
     const DatasetRow row = row_of(words);
     if (const char* fault = dataset_fault(row)) DIE("%s: row %zu: %s", out.path.c_str(), hashes.size(), fault);
@@ -114,7 +171,24 @@ void DatasetWriter::commit() {
     out.write(begins.data(), 8 * begins.size());
     out.write(hashes.data(), 8 * hashes.size());
     out.write(labels.data(), 8 * labels.size());
+    if (!taught.empty()) write_taught();
     if (fseek(out.file, 0, SEEK_SET) != 0) DIE("%s: %s", out.path.c_str(), strerror(errno));
     out.write(&header, sizeof header);
     out.commit();
+}
+
+void DatasetWriter::write_taught() {
+    uint64_t K = 0;
+    for (auto& outcomes : taught) K = std::max<uint64_t>(K, outcomes.size());
+    out.write(&K, 8);
+    auto write_all = [&](auto unused, auto number_of) {
+        std::vector<decltype(unused)> places(K);
+        for (auto& outcomes : taught) {
+            std::fill(places.begin(), places.end(), unused);
+            std::transform(outcomes.begin(), outcomes.end(), places.begin(), number_of);
+            out.write(places.data(), 4 * K);
+        }
+    };
+    write_all(NO_ID, [](const Outcome& o) { return o.id; });
+    write_all(0.f, [](const Outcome& o) { return o.log_p; });
 }

@@ -4,6 +4,15 @@
 #elif !defined(FP8_HEAD_H)
 #define FP8_HEAD_H
 
+#ifdef __CUDACC__ // (an emulation has its own)
+// a b + c of pairs of bf16, each rounded once. PTX ISA: fma.rn.bf16x2
+__device__ inline uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+#endif
+
 // Numbers of an FP8 cache (e4m3) as bf16: exponent and fraction, shifted to bf16's fields, are the number times
 // 2^-120, subnormals too. Two, each in the upper byte of its half.
 __device__ inline uint32_t place_e4m3(uint32_t high) { return (high & 0x80008000) | (high >> 4 & 0x07f007f0); }

@@ -263,14 +263,14 @@ static const char* const GGUF_NAMES[] = { // by TensorKind
 
 std::string gguf_name(const ModelTensor& t) {
     const std::string block = t.layer < 0 ? "" : format("blk.%d.", t.layer);
-    return block + GGUF_NAMES[t.kind] + ".weight";
+    return block + GGUF_NAMES[t.kind] + (t.expert < 0 ? ".weight" : "_exps.weight"); // (all experts' in one)
 }
 
 std::string hugging_face_name(const std::string& name) {
     int layer = -1;
     if (sscanf(name.c_str(), "blk.%5d.", &layer) == 1 && layer < 0) return "";
-    for (TensorKind kind : {GATE_PROJ, UP_PROJ, DOWN_PROJ}) // all experts of a layer in one
-        if (layer >= 0 && name == format("blk.%d.%s_exps.weight", layer, GGUF_NAMES[kind]))
+    for (TensorKind kind : {GATE_PROJ, UP_PROJ, DOWN_PROJ})
+        if (layer >= 0 && name == gguf_name({kind, layer, 0, 0, 0}))
             return format("model.layers.%d.mlp.experts.%s", layer, strchr(TENSOR_NAMES[kind], '.') + 1);
     for (int kind = 0; kind < (int)std::size(GGUF_NAMES); kind++)
         if (const ModelTensor t = {(TensorKind)kind, kind < EMBED ? layer : -1, 0, 0};

@@ -15,13 +15,13 @@ struct GgufPairs { // the header's keys and values
     template <class U> static std::string raw(U u) { return {(const char*)&u, sizeof u}; }
     static std::string raw_text(std::string_view s) { return raw((uint64_t)s.size()) + std::string(s); }
 
-    void add(const char* key, GgufValue::Type type, const std::string& value) {
+    void add(const std::string& key, GgufValue::Type type, const std::string& value) {
         bytes += raw_text(key) + raw((uint32_t)type) + value;
         count++;
     }
-    void number(const char* key, int64_t n) { add(key, GgufValue::U32, raw((uint32_t)n)); }
-    void real(const char* key, double x) { add(key, GgufValue::F32, raw((float)x)); }
-    void text(const char* key, std::string_view s) { add(key, GgufValue::STRING, raw_text(s)); }
+    void number(const std::string& key, int64_t n) { add(key, GgufValue::U32, raw((uint32_t)n)); }
+    void real(const std::string& key, double x) { add(key, GgufValue::F32, raw((float)x)); }
+    void text(const std::string& key, std::string_view s) { add(key, GgufValue::STRING, raw_text(s)); }
     void array(const char* key, GgufValue::Type item, uint64_t n, const std::string& items) {
         add(key, GgufValue::ARRAY, raw((uint32_t)item) + raw(n) + items);
     }
@@ -102,6 +102,20 @@ static Dtype type_of(const Tensor& t) {
     return all_zeros_are_8(*t.packed) ? Dtype::Q4_0 : Dtype::Q4_1;
 }
 
+// The type for the matrices of a layer's experts, which are one tensor of the file.
+static Dtype type_of(const std::string& name, const std::vector<const Tensor*>& experts) {
+    Dtype type = type_of(*experts[0]);
+    const auto four_bits = [](Dtype t) { return t == Dtype::Q4_0 || t == Dtype::Q4_1; };
+    for (const Tensor* t : experts) {
+        const Dtype other = type_of(*t);
+        if (other == type) continue;
+        if (!t->packed || !experts[0]->packed)
+            DIE("%s: tensor %s: its type is not that of the layer's other experts", t->file.c_str(), name.c_str());
+        type = four_bits(type) && four_bits(other) ? Dtype::Q4_1 : Dtype::BF16;
+    }
+    return type;
+}
+
 // The matrix in blocks of 32 columns. Losses are added up.
 static std::string blocks_of(const std::string& name, const Tensor& t, Dtype type, GgufLosses& losses) {
     const Packed& p = *t.packed;
@@ -165,7 +179,9 @@ static std::string name_of(std::string path) {
     return path;
 }
 
-static void add_rope_scaling(GgufPairs& h, const ModelFile& file) {
+static const char* architecture(const Config& c) { return c.E ? "qwen3moe" : "qwen3"; }
+
+static void add_rope_scaling(GgufPairs& h, const ModelFile& file, const std::string& prefix) {
     const RopeScaling& s = file.config.rope_scaling;
     if (s.type == RopeScaling::NONE) return;
     const bool yarn = s.type == RopeScaling::YARN;
@@ -175,33 +191,43 @@ static void add_rope_scaling(GgufPairs& h, const ModelFile& file) {
             !yarn ? "llama3's" : usual ? "truncate = false" : "this attention_factor");
     if (s.factor != (double)(float)s.factor)
         DIE("%s: rope_scaling's factor = %.17g is no float, as GGUF stores it", file.path.c_str(), s.factor);
-    h.text("qwen3.rope.scaling.type", yarn ? "yarn" : "linear");
-    h.real("qwen3.rope.scaling.factor", s.factor);
+    h.text(prefix + "rope.scaling.type", yarn ? "yarn" : "linear");
+    h.real(prefix + "rope.scaling.factor", s.factor);
     if (!yarn) return;
-    h.number("qwen3.rope.scaling.original_context_length", s.original);
-    if (s.fast != 32) h.real("qwen3.rope.scaling.yarn_beta_fast", s.fast);
-    if (s.slow != 1) h.real("qwen3.rope.scaling.yarn_beta_slow", s.slow);
+    h.number(prefix + "rope.scaling.original_context_length", s.original);
+    if (s.fast != 32) h.real(prefix + "rope.scaling.yarn_beta_fast", s.fast);
+    if (s.slow != 1) h.real(prefix + "rope.scaling.yarn_beta_slow", s.slow);
 }
 
 static void add_config(GgufPairs& h, const ModelFile& file) {
     const Config& c = file.config;
     if ((double)(float)c.rope_theta != c.rope_theta)
         DIE("%s: rope_theta = %.17g is no float, as GGUF stores it", file.path.c_str(), c.rope_theta);
-    h.number("qwen3.block_count", c.L);
-    h.number("qwen3.context_length", c.max_positions);
-    h.number("qwen3.embedding_length", c.C);
-    h.number("qwen3.feed_forward_length", c.F);
-    h.number("qwen3.attention.head_count", c.H);
-    h.number("qwen3.attention.head_count_kv", c.K);
-    h.real("qwen3.rope.freq_base", c.rope_theta);
-    add_rope_scaling(h, file);
-    h.real("qwen3.attention.layer_norm_rms_epsilon", c.eps);
-    h.number("qwen3.attention.key_length", c.D);
-    h.number("qwen3.attention.value_length", c.D);
+    const std::string prefix = architecture(c) + std::string(".");
+    h.number(prefix + "block_count", c.L);
+    h.number(prefix + "context_length", c.max_positions);
+    h.number(prefix + "embedding_length", c.C);
+    h.number(prefix + "feed_forward_length", c.F);
+    h.number(prefix + "attention.head_count", c.H);
+    h.number(prefix + "attention.head_count_kv", c.K);
+    h.real(prefix + "rope.freq_base", c.rope_theta);
+    add_rope_scaling(h, file, prefix);
+    h.real(prefix + "attention.layer_norm_rms_epsilon", c.eps);
+    h.number(prefix + "attention.key_length", c.D);
+    h.number(prefix + "attention.value_length", c.D);
+    if (c.E) {
+        for (int l = 0; l < c.L; l++)
+            if (!c.sparse(l)) DIE("%s: layer %d has no experts, as GGUF's qwen3moe must", file.path.c_str(), l);
+        if (!c.normed_shares)
+            DIE("%s: norm_topk_prob is false; llama.cpp divides the shares by their sum", file.path.c_str());
+        h.number(prefix + "expert_count", c.E);
+        h.number(prefix + "expert_used_count", c.k);
+        h.number(prefix + "expert_feed_forward_length", c.M);
+    }
     sj::Doc doc;
     sj::parse(doc, file.config_text);
     if (file.bare || doc.root()["architectures"][(size_t)0].str() == "Qwen3Model")
-        h.number("qwen3.pooling_type", 3); // of a text's vectors the last is its embedding
+        h.number(prefix + "pooling_type", 3); // of a text's vectors the last is its embedding
     sj::Doc generation;
     if (!file.generation_text.empty()) sj::parse(generation, file.generation_text);
     for (auto [ours, key] : {std::pair("temperature", "general.sampling.temp"), {"top_p", "general.sampling.top_p"},
@@ -273,34 +299,47 @@ static void add_tokenizer(GgufPairs& h, const ModelFile& file, const Tokenizer& 
     h.text("tokenizer.chat_template", file.chat_template.empty() ? QWEN3_JINJA : file.chat_template);
 }
 
+static void write_as(OutputFile& out, const std::string& name, const Tensor& t, Dtype type, GgufLosses& losses) {
+    if (t.dtype == type) return out.write(t.data, t.bytes);
+    if (type == Dtype::BF16) return write_tensor(out, name, t);
+    if (type != Dtype::F32) return out.write(blocks_of(name, t, type, losses));
+    std::vector<float> numbers(count_of(t.shape));
+    if (!read_numbers(numbers.data(), t))
+        DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
+    out.write(numbers.data(), numbers.size() * sizeof(float));
+}
+
 GgufWritten write_gguf(const ModelFile& file, const Tokenizer& tokenizer, const std::string& path) {
-    if (file.config.E) DIE("%s: a mixture of experts is not written as GGUF", file.path.c_str());
     const Tensors from = readable_tensors(file);
     GgufWritten written;
     GgufLosses losses;
     std::vector<OutGgufTensor> tensors;
     for (const ModelTensor& m : model_tensors(file.config)) {
-        const auto found = from.find(m.name());
-        if (m.kind == HEAD && file.bare && found == from.end()) continue;
-        if (found == from.end()) DIE("%s: no tensor %s", file.path.c_str(), m.name().c_str());
-        const Tensor& t = found->second;
-        need_shape(m.name(), t, m.shape());
-        if (!t.is_float())
-            DIE("%s: tensor %s is not BF16, F16 or F32, and not quantised", t.file.c_str(), m.name().c_str());
-        const Dtype type = m.columns ? type_of(t) : Dtype::F32;
-        losses.widened += t.packed && type == Dtype::BF16;
-        tensors.push_back({gguf_name(m), type, m.shape(), [&t, &losses, type, name = m.name()](OutputFile& out) {
-            if (t.dtype == type) return out.write(t.data, t.bytes);
-            if (type == Dtype::BF16) return write_tensor(out, name, t);
-            if (type != Dtype::F32) return out.write(blocks_of(name, t, type, losses));
-            std::vector<float> numbers(count_of(t.shape));
-            if (!read_numbers(numbers.data(), t))
-                DIE("%s: tensor %s has an infinity or a NaN", t.file.c_str(), name.c_str());
-            out.write(numbers.data(), numbers.size() * sizeof(float));
+        if (m.kind == HEAD && file.bare && !from.count(m.name())) continue;
+        if (m.expert > 0) continue; // with expert 0
+        std::vector<const Tensor*> parts;
+        for (int e = 0; e < (m.expert < 0 ? 1 : file.config.E); e++) {
+            ModelTensor part = m;
+            part.expert += e;
+            const auto found = from.find(part.name());
+            if (found == from.end()) DIE("%s: no tensor %s", file.path.c_str(), part.name().c_str());
+            const Tensor& t = found->second;
+            need_shape(part.name(), t, part.shape());
+            if (!t.is_float())
+                DIE("%s: tensor %s is not BF16, F16 or F32, and not quantised", t.file.c_str(), part.name().c_str());
+            parts.push_back(&t);
+        }
+        // (The router is F32, as llama.cpp's converter has it.)
+        const Dtype type = m.columns && m.kind != ROUTER ? type_of(m.name(), parts) : Dtype::F32;
+        for (const Tensor* t : parts) losses.widened += t->packed && type == Dtype::BF16;
+        Shape shape = m.shape();
+        if (m.expert >= 0) shape.insert(shape.begin(), file.config.E);
+        tensors.push_back({gguf_name(m), type, shape, [parts, &losses, type, name = m.name()](OutputFile& out) {
+            for (const Tensor* t : parts) write_as(out, name, *t, type, losses);
         }});
     }
     GgufPairs h;
-    h.text("general.architecture", "qwen3");
+    h.text("general.architecture", architecture(file.config));
     h.text("general.type", "model");
     h.text("general.name", name_of(file.path));
     add_config(h, file);
@@ -317,6 +356,9 @@ GgufWritten write_gguf(const ModelFile& file, const Tokenizer& tokenizer, const 
 
 GgufWritten write_gguf_adapter(const AdapterFile& adapter, const Config& c, const std::string& path) {
     std::vector<OutGgufTensor> tensors;
+    if (adapter.config.saves())
+        DIE("%s: its own embedding or head (modules_to_save) has no place in a GGUF adapter; merge it",
+            adapter.path.c_str());
     for (const ModelTensor& m : targeted(c, adapter.config))
         for (const char matrix : {'A', 'B'}) {
             if (m.expert >= 0) DIE("%s: an adapter of experts is not written as GGUF", adapter.path.c_str());
@@ -325,7 +367,7 @@ GgufWritten write_gguf_adapter(const AdapterFile& adapter, const Config& c, cons
                                [&t](OutputFile& out) { out.write(t.data, t.bytes); }});
         }
     GgufPairs h;
-    h.text("general.architecture", c.E ? "qwen3moe" : "qwen3");
+    h.text("general.architecture", architecture(c));
     h.text("general.type", "adapter");
     h.text("general.name", name_of(adapter.path));
     h.text("adapter.type", "lora");

@@ -13,6 +13,7 @@ struct AdamW; // qwen3.cu, Book I, has these
 struct Batch;
 struct Config;
 struct HeadShape;
+struct Moments8;
 template <class T> struct Attended;
 template <class T> struct Expert;
 template <class T> struct HeadNormGradients;
@@ -48,6 +49,14 @@ struct RowsDealt {
     int blocks = 0, rows = 0, shift = 0;
 };
 
+// Activations (N,in) once more, as e4m3, in a GPU's scratch (gpu/packed/round.h): the handle that a product of FP8
+// activations takes. q null: none.
+struct E4M3Rows {
+    uint8_t* q = nullptr;   // (N,in)
+    float* scale = nullptr; // (groups, pitch) of the groups of columns, see model/fp8_activations.h
+    int pitch = 0;
+};
+
 // A step of up to `most` tokens as one kernel (gpu/step/), if there is one: see Optional::one_kernel.
 inline constexpr int STEP_TOKENS = 8; // `most` at most
 struct OneKernelStep {
@@ -77,7 +86,9 @@ void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, 
 // h of W's adapter. made: its dropout masks are already computed.
 void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
 void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
-void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N);
+// rounded: x, if that is already stored as e4m3.
+void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N,
+                    const E4M3Rows& rounded = {});
 void norm_linear_gpu(Context& ctx, bf16* out, bf16* normed, const float* x, const bf16* w, const Linear<bf16>& W,
                      int N, float eps);
 // Rows from `first` on; the same for attention_gpu.
@@ -87,8 +98,11 @@ void attention_gpu(Context& ctx, bf16* out, float* lse, const bf16* q, const Lay
                    const HeadShape& shape, int first = 0);
 void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<bf16>& cache, const bf16* qkv,
                 const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape);
+// rounded: becomes `out` as e4m3 if the kernel stored that too, until the next product of FP8 activations; or null.
 void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
-                            const Linear<bf16>& W, int N, float eps);
+                            const Linear<bf16>& W, int N, float eps, E4M3Rows* rounded = nullptr);
+void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, const float* x, const bf16* w,
+             const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps);
 void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linear<bf16>& W, const Batch& b, int k,
                bool normed);
 void expert_mlp_gpu(Context& ctx, float* out, bf16* gate_up, bf16* hidden, bf16* rows, const float* residual,
@@ -106,6 +120,9 @@ void head_loss_gpu(Context& ctx, float* loss, bf16* dlogits, float* factor, floa
                    const bf16* x, const LossRows<float>& of, const Linear<bf16>& W);
 void distillation_gpu(Context& ctx, const Distilled<float>& out, bf16* dlogits, float* logits,
                       const DistillationRows<float>& of);
+void gather_outcomes_gpu(Context& ctx, float* z, float* tail, float* logits, const int* id, int R, int J, int V);
+void scatter_outcomes_gpu(Context& ctx, bf16* dlogits, float* logits, const bf16* dz, size_t ld, const float* tail,
+                          const int* id, int R, int J, int V);
 void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
 void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
 void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
@@ -128,6 +145,8 @@ void attend_backward_gpu(Context& ctx, bf16* dqkv, const HeadNormGradients<bf16>
                          const HeadNorms<bf16>& norms, const Batch& b, const HeadShape& shape, float* delta);
 void embed_backward_gpu(Context& ctx, float* dW, const float* dx, const Batch& b, int C);
 void grad_norm_gpu(Context& ctx, double* norm, double* partial, const float* g, size_t n);
+void adamw8_gpu(Context& ctx, bf16* stored, float* p, const Moments8& to, const float* g, const double* norm, size_t n,
+                size_t decayed, const AdamW& a);
 void adamw_gpu(Context& ctx, bf16* stored, float* p, float* m, float* v, const float* g, const double* norm, size_t n,
                const AdamW& a);
 

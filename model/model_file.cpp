@@ -173,7 +173,8 @@ ModelFile::ModelFile(const std::string& p) : path(p) {
     const std::string one = p + "/model.safetensors", index = one + ".index.json";
     const std::string generation = p + "/generation_config.json";
     if (exists(p + "/adapter_config.json") && !exists(p + "/config.json"))
-        DIE("%s: an adapter, not a model: its base is the model, and --adapter %s adds it", p.c_str(), p.c_str());
+        DIE("%s: an adapter, not a model (train_lora MODEL --adapter-init %s --merge PATH makes one)", p.c_str(),
+            p.c_str());
     if (!exists(p + "/config.json")) DIE("%s: a folder without a model: it has no config.json", p.c_str());
     config_text = MappedFile(p + "/config.json").text();
     if (exists(generation)) generation_text = MappedFile(generation).text();

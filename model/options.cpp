@@ -25,7 +25,7 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
         table.push_back({"", "--kv-dtype", "NAME", "type of the KV cache: same as the model, or fp8: half the memory",
          one_of(kv_dtype, {"same", "fp8"})});
         table.push_back({"", "--adapter", "DIR", "a LoRA adapter in PEFT's format, for example train_lora's output",
-                         file_name(adapter)});
+                         existing(adapter)});
         table.push_back({"", "--invariant", "",
          "on a GPU: a row's bits do not depend on its batch (slower; always so on\n"
          "a CPU)", flag(invariant)});
@@ -44,7 +44,7 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
     table.push_back({"", "--yarn-orig-ctx", "N", "... which is N tokens (default: the config's, or the model's limit)",
          whole(rope_original, 1, 1 << 24)});
     table.push_back({"-z", "--tokenizer", "FILE",
-     "default: tokenizer.bin beside the model, beside the program, or here", text(tokenizer)});
+     "default: tokenizer.bin beside the model, beside the program, or here", existing_file(tokenizer)});
     table.push_back({"-h", "--help", "", "print this text", flag(help)});
 }
 
@@ -73,15 +73,18 @@ ModelFile open_model(const ModelOptions& o) {
     return file;
 }
 
+std::string tokenizer_beside(const std::string& model) {
+    struct stat st;
+    const bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
+    const size_t slash = model.find_last_of('/');
+    const std::string path = (folder ? model + "/" : slash == std::string::npos ? "" : model.substr(0, slash + 1));
+    return access((path + "tokenizer.bin").c_str(), F_OK) == 0 ? path + "tokenizer.bin" : "";
+}
+
 std::string find_tokenizer(const std::string& named, const std::string& model) {
     if (!named.empty()) return named;
     std::vector<std::string> folders;
-    struct stat st;
-    if (!model.empty()) {
-        bool folder = stat(model.c_str(), &st) == 0 && S_ISDIR(st.st_mode);
-        size_t slash = model.find_last_of('/');
-        folders.push_back(folder ? model : slash == std::string::npos ? "." : model.substr(0, slash + 1));
-    }
+    if (const std::string found = model.empty() ? "" : tokenizer_beside(model); !found.empty()) return found;
     if (const std::string beside = program_folder(); !beside.empty()) folders.push_back(beside);
     folders.push_back(".");
     for (auto& f : folders)
@@ -107,6 +110,13 @@ static bool has_rows(const Tokenizer& t, const Config& c) { return t.size() <= c
 bool fits(const std::string& path, const ModelFile& file) {
     Tokenizer t(path, file.config.V);
     return has_rows(t, file.config) && difference(t, file).empty();
+}
+
+bool same_ids(const std::string& path, const ModelFile& model, const ModelFile& other) {
+    const std::string beside = tokenizer_beside(other.path);
+    if (model.config.V != other.config.V || !fits(path, other)) return false;
+    if (beside.empty() || same_file(beside, path) || !fits(beside, other)) return true; // (or it belongs to a third one)
+    return MappedFile(beside).text() == MappedFile(path).text();
 }
 
 Tokenizer tokenizer_of(const std::string& path, const ModelFile& file) {

@@ -30,11 +30,14 @@ struct ModelOptions {
 ModelFile open_model(const ModelOptions& o);
 // tokenizer.bin: the given path, or beside the model, beside the program, in the working folder. "": none was found.
 std::string find_tokenizer(const std::string& named, const std::string& model);
+std::string tokenizer_beside(const std::string& model); // "": there is none
 // The same; throws Error if there is none.
 std::string tokenizer_path(const ModelOptions& o);
 // Rows are padded up (151,669 ids, 151,936 rows); another model's tokenizer differs by much more. A GGUF file's own
 // tokenizer and a folder's tokenizer.json must be equal, except for added tokens.
 bool fits(const std::string& path, const ModelFile& file);
+// Whether the ids of two models are those of this tokenizer.bin, and of the other's own beside it.
+bool same_ids(const std::string& path, const ModelFile& model, const ModelFile& other);
 // A tokenizer.bin with the ids that the model has rows for, further added tokens of the model's own tokenizer.json, and
 // its chat template's style. Throws Error if it is not the model's.
 Tokenizer tokenizer_of(const std::string& path, const ModelFile& file);

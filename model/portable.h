@@ -8,7 +8,10 @@
 struct Optional {
     template <class... A> static bool embed(A&&...) { return false; }
     template <class... A> static RowsDealt few(A&&...) { return {}; }
-    template <class... A> static bool many(A&&...) { return false; }
+    template <class Epilogue>
+    static bool many(Context&, const Epilogue&, const bf16*&, const E4M3Rows&, const Linear<bf16>&, int) {
+        return false;
+    }
     template <class... A> static bool norm_many(A&&...) { return false; }
     template <bool X_COLS, bool W_COLS, class... A> static bool tiles(A&&...) { return false; }
     template <class... A> static bool weight_gradient(A&&...) { return false; }

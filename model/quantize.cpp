@@ -93,12 +93,12 @@ void check_groups(const ModelFile& file, const Quantization& how) {
 }
 
 // Throws Error if a model cannot be quantised, before anything is computed.
-static void check_quantization(const ModelFile& file, const Quantization& how) {
+static void check_quantization(const ModelFile& file, const Quantization& how, const Context& ctx) {
     if (file.is_quantized() || file.is_int8())
         DIE("%s: is quantised already; --convert makes bf16 of it", file.path.c_str());
     check_groups(file, how);
-    if (!how.text.empty() && file.config.E)
-        DIE("%s: a mixture of experts is quantised without a calibration text", file.path.c_str());
+    if (!how.text.empty() && file.config.E && ctx.gpu)
+        DIE("%s: a mixture of experts is calibrated on the CPU", file.path.c_str());
     if (!how.text.empty() && how.windows() == 0)
         DIE("the calibration text has %zu tokens, a window %d", how.text.size(), how.window);
 }
@@ -152,6 +152,13 @@ template <class T> struct Calibration {
     // H = X^T X, (in,in), where X is the input of the layer's four products over all windows. Its numbers are float:
     // sums of products of a window's tokens, then of the windows.
     struct Squares { acc<T>* H; int in; } squares[4]; // qkv, o, gate_up, down
+    // Experts have inputs of their own. They are kept, since most windows have few tokens for an expert.
+    struct OfExpert {
+        std::vector<size_t> tokens; // rows of norm2
+        std::vector<T> hidden;      // (tokens,M)
+    };
+    std::vector<OfExpert> experts; // of the layer at work
+    std::vector<T> norm2;          // (windows N, C)
     std::vector<std::vector<T>> quantized; // on a CPU: of the layer at work
 
     Calibration(const ModelFile& f, const Quantization& q, const Context& where);
@@ -160,7 +167,8 @@ template <class T> struct Calibration {
     Batch batch(size_t window) const;
     void forward(int l, size_t window);
     void sum_squares(int l, const std::function<void()>& each);
-    std::vector<float> squares_of(int product);
+    void keep_inputs_of_experts();
+    std::vector<float> squares_of(const ModelTensor& t);
     // From now on the layer computes with the quantised matrix.
     void replace(const ModelTensor& t, const QuantizedMatrix& m);
     void pass_on(int l, const std::function<void()>& each); // to the next layer's entry, in its place
@@ -194,11 +202,10 @@ template <class T> void Calibration<T>::plan() {
     const Config& c = file.config;
     in.clear();
     for (size_t i = 0; i < windows; i++) in.push_back(arena.take<acc<T>>((size_t)N * c.C));
-    a.mid = arena.take<acc<T>>((size_t)N * c.C), a.out = arena.take<acc<T>>((size_t)N * c.C);
-    a.norm1 = arena.take<T>((size_t)N * c.C), a.norm2 = arena.take<T>((size_t)N * c.C);
-    a.qkv = arena.take<T>((size_t)N * (c.H + 2 * c.K) * c.D);
-    a.q = arena.take<T>((size_t)N * c.H * c.D), a.attention = arena.take<T>((size_t)N * c.H * c.D);
-    a.gate_up = arena.take<T>((size_t)N * 2 * c.F), a.hidden = arena.take<T>((size_t)N * c.F);
+    Activations<T> all;
+    all.plan(arena, c, N);
+    a = all.layer[0];
+    a.norm1 = arena.take<T>((size_t)N * c.C); // (apart from norm2, as the squares of both are needed)
     cache.plan(arena, c, pages(), true);
     rope = arena.take<acc<T>>((size_t)N * c.D);
     tokens = arena.take<int>(windows * N);
@@ -223,17 +230,47 @@ template <class T> void Calibration<T>::forward(int l, size_t window) {
 
 template <class T> void Calibration<T>::sum_squares(int l, const std::function<void()>& each) {
     for (const Squares& s : squares) clear(ctx, s.H, (size_t)s.in * s.in);
+    norm2.clear();
+    experts.assign(weights.layers[l].experts.size(), {});
     for (size_t i = 0; i < windows; i++) {
         forward(l, i);
         const T* const x[] = {a.norm1, a.attention, a.norm2, a.hidden};
-        for (int k = 0; k < 4; k++) add_squares(ctx, squares[k].H, x[k], N, squares[k].in);
+        for (int k = 0; k < (experts.empty() ? 4 : 2); k++) add_squares(ctx, squares[k].H, x[k], N, squares[k].in);
+        if (!experts.empty()) keep_inputs_of_experts();
         each();
     }
 }
 
-template <class T> std::vector<float> Calibration<T>::squares_of(int product) {
-    std::vector<float> H((size_t)squares[product].in * squares[product].in);
-    copy_out(ctx, H.data(), squares[product].H, H.size());
+template <class T> void Calibration<T>::keep_inputs_of_experts() {
+    const Config& c = file.config;
+    const size_t before = norm2.size() / c.C;
+    norm2.insert(norm2.end(), a.norm2, a.norm2 + (size_t)N * c.C);
+    for (size_t e = 0; e < experts.size(); e++) {
+        const size_t first = a.routed.first[e], last = a.routed.first[e + 1];
+        for (size_t i = first; i < last; i++) experts[e].tokens.push_back(before + a.routed.pair[i] / c.k);
+        experts[e].hidden.insert(experts[e].hidden.end(), a.hidden + first * c.M, a.hidden + last * c.M);
+    }
+}
+
+template <class T> std::vector<float> Calibration<T>::squares_of(const ModelTensor& t) {
+    const size_t in = t.columns;
+    std::vector<float> H(in * in);
+    if (t.expert < 0) {
+        const int product = t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2 : t.kind == DOWN_PROJ ? 3 : 0;
+        copy_out(ctx, H.data(), squares[product].H, H.size());
+        return H;
+    }
+    const OfExpert& of = experts[t.expert];
+    constexpr size_t SOME = 4096; // tokens at a time
+    std::vector<T> x;
+    for (size_t first = 0; first < of.tokens.size(); first += SOME) {
+        const size_t n = std::min(SOME, of.tokens.size() - first);
+        if (t.kind == GATE_PROJ) {
+            x.resize(n * in);
+            for (size_t i = 0; i < n; i++) std::copy_n(&norm2[of.tokens[first + i] * in], in, &x[i * in]);
+        }
+        add_squares(ctx, H.data(), t.kind == GATE_PROJ ? x.data() : &of.hidden[first * in], (int)n, (int)in);
+    }
     return H;
 }
 
@@ -261,8 +298,9 @@ template <class T> void Calibration<T>::pass_on(int l, const std::function<void(
 
 // The tensors of the quantised model, those with the widest numbers first, so that all are aligned.
 template <class T>
-std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization& how, const Context& ctx) {
-    check_quantization(file, how);
+std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization& how, const Context& ctx,
+                                      RoundedExperts* report) {
+    check_quantization(file, how, ctx);
     std::vector<OutTensor> out;
     std::unique_ptr<Calibration<T>> calibration;
     if (!how.text.empty()) calibration = std::make_unique<Calibration<T>>(file, how, ctx);
@@ -275,8 +313,9 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         how.progress(++done, all, layer);
     };
     UnsetVector<float> W;
-    std::vector<float> factor;
+    std::vector<float> factor; // empty: to the nearest
     std::vector<bool> dead;
+    RoundedExperts rounded;
     for (const ModelTensor& t : tensors) {
         const auto found = file.tensors.find(t.name());
         if (t.kind == HEAD && file.bare && found == file.tensors.end()) continue;
@@ -300,19 +339,27 @@ std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization&
         const bool begins = t.layer != layer;
         layer = t.layer;
         if (calibration && begins) calibration->sum_squares(layer, step);
-        const int product = t.kind == Q_PROJ ? 0 : t.kind == O_PROJ ? 1 : t.kind == GATE_PROJ ? 2
-                            : t.kind == DOWN_PROJ ? 3 : -1;
-        if (calibration && product >= 0) // k, v and up have the same input as q and gate
-            factor = gptq_factor(calibration->squares_of(product), columns, dead);
-        for (size_t i = 0; i < W.size() && calibration; i++)
+        const bool same_input = t.kind == K_PROJ || t.kind == V_PROJ || t.kind == UP_PROJ; // as the matrix before
+        if (calibration && !same_input) {
+            const bool few = t.expert >= 0 && calibration->experts[t.expert].tokens.size() < columns;
+            factor = few ? std::vector<float>() : gptq_factor(calibration->squares_of(t), columns, dead);
+        }
+        for (size_t i = 0; i < W.size() && !factor.empty(); i++)
             if (dead[i % columns]) W[i] = 0;
         QuantizedMatrix m = quantize_matrix(W.data(), rows, columns, how.format, how.group_of(),
-                                            calibration ? &factor : nullptr);
+                                            factor.empty() ? nullptr : &factor);
         if (calibration) calibration->replace(t, m);
         add_quantized(out, t.name(), m);
         step();
-        if (calibration && t.kind == DOWN_PROJ) calibration->pass_on(layer, step);
+        if (!calibration || t.kind != DOWN_PROJ) continue;
+        const Config& c = file.config;
+        if (t.expert >= 0) {
+            const size_t tokens = calibration->experts[t.expert].tokens.size();
+            rounded.all++, rounded.some += tokens < (size_t)std::max(c.C, c.M), rounded.unreached += tokens == 0;
+        }
+        if (t.expert < 0 || t.expert + 1 == c.E) calibration->pass_on(layer, step);
     }
+    if (report) *report = rounded;
     auto size = [](const OutTensor& t) { return dtype_named(t.dtype)->size; };
     std::stable_sort(out.begin(), out.end(), [&](auto& a, auto& b) { return size(a) > size(b); });
     return out;
@@ -325,7 +372,10 @@ std::string quantized_config(const ModelFile& file, const Quantization& how) {
     return file.config_text.substr(0, end) + ", \"quantization_config\": " + config + file.config_text.substr(end);
 }
 
-template std::vector<OutTensor> quantize_model<bf16>(const ModelFile&, const Quantization&, const Context&);
-template std::vector<OutTensor> quantize_model<float>(const ModelFile&, const Quantization&, const Context&);
-template void add_squares<bf16>(Context&, acc<bf16>*, const bf16*, int, int);
-template void add_squares<float>(Context&, acc<float>*, const float*, int, int);
+#define INSTANTIATE(T) \
+    template std::vector<OutTensor> quantize_model<T>(const ModelFile&, const Quantization&, const Context&, \
+                                                      RoundedExperts*); \
+    template void add_squares<T>(Context&, acc<T>*, const T*, int, int);
+INSTANTIATE(bf16)
+INSTANTIATE(float)
+#undef INSTANTIATE

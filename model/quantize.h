@@ -34,9 +34,18 @@ void check_groups(const ModelFile& file, const Quantization& how);
 // tokens, then of the windows.
 template <class T> void add_squares(Context& ctx, acc<T>* H, const T* X, int tokens, int in);
 
-// The tensors of the quantised model, those with the widest numbers first, so that all are aligned.
+// Experts of all layers by the calibration's tokens. A matrix with fewer tokens than columns is rounded to the nearest:
+// its rounding errors would be moved to directions that no token shows, and other texts have them.
+struct RoundedExperts {
+    int all = 0, some = 0; // some: at least one of the matrices is rounded
+    int unreached = 0;     // without any token
+};
+
+// The tensors of the quantised model, those with the widest numbers first, so that all are aligned. report: of a
+// calibrated mixture of experts.
 template <class T>
-std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization& how, const Context& ctx);
+std::vector<OutTensor> quantize_model(const ModelFile& file, const Quantization& how, const Context& ctx,
+                                      RoundedExperts* report = nullptr);
 
 // The config's text with a quantization_config.
 std::string quantized_config(const ModelFile& file, const Quantization& how);

@@ -49,10 +49,11 @@ static size_t slots(size_t n) { // at most half of them used
     return k;
 }
 
+void Tokenizer::need(bool condition, const char* fault) const {
+    if (!condition) DIE("%s: %s", file.path.c_str(), fault);
+}
+
 Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows) {
-    auto need = [&](bool condition, const char* fault) {
-        if (!condition) DIE("%s: %s", path.c_str(), fault);
-    };
     need(file.size >= 36 && !memcmp(file.data, "qwen3tok", 8), "not a tokenizer file");
     const uint32_t* word = (const uint32_t*)(file.data + 8);
     if (word[0] != 1) DIE("%s: version %u of the format, not 1", path.c_str(), word[0]);
@@ -78,7 +79,14 @@ Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows)
 
     for (uint32_t i = 0; i < n_tokens; i++) need(flags[i] < ANYWHERE, "bad token flags");
     load_tokens();
+    load_merges();
+    load_properties(range, n_ranges);
+    load_shortcuts();
+    check_compositions();
+}
 
+// The table in which rank_of finds a pair of tokens.
+void Tokenizer::load_merges() {
     merge_slots.assign(slots(n_merges), NONE);
     for (rank_bits = 1; n_merges >> rank_bits; rank_bits++) {}
     for (uint32_t rank = 0; rank < n_merges; rank++) {
@@ -95,16 +103,22 @@ Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows)
         while (merge_slots[at] != NONE) at = (at + 1) & mask;
         merge_slots[at] = rank | (uint32_t)(h >> 32) << rank_bits;
     }
+}
 
+// `range`: n triples, first and last code point and the property of these.
+void Tokenizer::load_properties(const uint32_t* range, uint32_t n) {
     property.assign(0x110000, 0);
     uint32_t free_from = 0;
-    for (uint32_t i = 0; i < n_ranges; i++) {
+    for (uint32_t i = 0; i < n; i++) {
         const uint32_t* r = range + 3 * (size_t)i;
         need(r[0] >= free_from && r[0] <= r[1] && r[1] < 0x110000 && r[2] < 256, "bad Unicode ranges");
         std::fill(property.begin() + r[0], property.begin() + r[1] + 1, (uint8_t)r[2]);
         free_from = r[1] + 1;
     }
-    load_shortcuts();
+}
+
+// The tables of Unicode's normal form: sorted, and of characters.
+void Tokenizer::check_compositions() const {
     auto is_character = [](uint32_t c) { return c < 0xD800 || (c >= 0xE000 && c < 0x110000); };
     for (size_t i = 0; i < n_decompose; i++) {
         const uint32_t* d = decompositions + 5 * i;
@@ -120,9 +134,6 @@ Tokenizer::Tokenizer(const std::string& path, int rows) : file(path), most(rows)
 
 // Facts about the tokens that follow from their texts and flags.
 void Tokenizer::load_tokens() {
-    auto need = [&](bool condition, const char* fault) {
-        if (!condition) DIE("%s: %s", file.path.c_str(), fault);
-    };
     token_slots.assign(slots(n_tokens), TokenSlot());
     added.clear();
     n_vocabulary = 0;

@@ -57,6 +57,7 @@ struct Tokenizer {
     int rows() const { return most; }                    // ids that may exist, at most
     size_t vocabulary() const { return n_vocabulary; }   // ids that are not added ones only
     bool has(std::string_view token) const { return find_token(token) >= 0; }
+    int id_of(std::string_view token) const { return find_token(token); } // by its bytes; -1: none
     size_t longest() const { return longest_token; } // bytes of a token, at most
     size_t merges() const { return n_merges; }
     std::pair<int, int> merged(size_t rank) const { return {(int)merge[3 * rank], (int)merge[3 * rank + 1]}; }
@@ -151,7 +152,11 @@ struct Tokenizer {
     }
     uint32_t rank_of(uint32_t left, uint32_t right) const;
 
+    void need(bool condition, const char* fault) const; // else the file is bad
     void load_tokens();
+    void load_merges();
+    void load_properties(const uint32_t* range, uint32_t n);
+    void check_compositions() const;
     void load_shortcuts();
     void decompose(std::vector<uint32_t>& out, uint32_t c) const;
     uint32_t compose(uint32_t a, uint32_t b) const;

@@ -79,6 +79,31 @@ size_t write_model(const ModelFile& file, const std::string& path) {
     return write_safetensors(path, file.metadata(file.config_text), tensors);
 }
 
+// An adapter's matrix, rounded to the type of the one in its place.
+static void write_as(OutputFile& out, const Tensor& t, const std::string& type) {
+    std::vector<float> all(count_of(t.shape));
+    for (size_t i = 0; i < all.size(); i++) all[i] = number(t, i);
+    if (type == "F32") return out.write(all.data(), all.size() * 4);
+    std::vector<uint16_t> rounded(all.size());
+    for (size_t i = 0; i < all.size(); i++) {
+        rounded[i] = type == "F16" ? float_to_half(all[i]) : to_bf16(all[i]).bits;
+        if (type == "F16" && (rounded[i] & 0x7c00) == 0x7c00)
+            DIE("%s: a saved matrix: %g is too large for F16", out.path.c_str(), all[i]);
+    }
+    out.write(rounded.data(), rounded.size() * 2);
+}
+
+// A tied model whose adapter has an embedding or a head of its own is tied no more.
+static std::string untied(const std::string& config) {
+    sj::Doc doc;
+    sj::parse(doc, config);
+    sj::Writer w;
+    w.object();
+    for (auto [key, value] : doc.root().members())
+        if (key != "tie_word_embeddings") w.key(key).value(value);
+    return w.field("tie_word_embeddings", false).end().text;
+}
+
 void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::string& path) {
     const Tensors from = readable_tensors(file);
     std::map<std::string, ModelTensor> modules; // by name
@@ -89,15 +114,34 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
         modules.emplace(t.name(), t);
     }
     std::vector<OutTensor> tensors;
+    const bool unties = file.config.tied && adapter.config.saves();
+    const std::string config = unties ? untied(file.config_text) : file.config_text;
+    const std::string embed = ModelTensor{EMBED, -1, 0, 0}.name(), head = ModelTensor{HEAD, -1, 0, 0}.name();
+    const Tensor& table = from.at(embed);
+    auto add_saved = [&](const std::string& name, const Tensor& W) { // in the type of W
+        const Tensor& own = adapter.tensors.at("base_model.model." + name);
+        const char* type = written_type(name, W);
+        tensors.push_back({name, type, W.shape, [&own, type](OutputFile& out) { write_as(out, own, type); }});
+    };
+    auto add_plain = [&](const std::string& name, const Tensor& W) {
+        tensors.push_back({name, written_type(name, W), W.shape, [&W, name](OutputFile& out) {
+            write_tensor(out, name, W);
+        }});
+    };
+    if (unties && !from.count(head)) adapter.config.head ? add_saved(head, table) : add_plain(head, table);
     for (auto& entry : from) {
         const std::string& name = entry.first;
         const Tensor& W = entry.second;
-        const char* dtype = written_type(name, W);
-        const auto at = modules.find(name);
-        if (at == modules.end()) {
-            tensors.push_back({name, dtype, W.shape, [&](OutputFile& out) { write_tensor(out, name, W); }});
+        if ((name == embed && adapter.config.embed) || (name == head && adapter.config.head)) {
+            add_saved(name, W);
             continue;
         }
+        const auto at = modules.find(name);
+        if (at == modules.end()) {
+            add_plain(name, W);
+            continue;
+        }
+        const char* dtype = written_type(name, W);
         const Tensor& A = adapter.tensors.at(adapter_tensor(at->second, 'A'));
         const Tensor& B = adapter.tensors.at(adapter_tensor(at->second, 'B'));
         tensors.push_back({name, dtype, W.shape, [&, s = (float)adapter.config.scale()](OutputFile& out) {
@@ -105,11 +149,11 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
         }});
     }
     const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
-    Metadata metadata = one_file ? file.metadata(file.config_text) : Metadata{{"format", "pt"}};
+    Metadata metadata = one_file ? file.metadata(config) : Metadata{{"format", "pt"}};
     add_starters(metadata, adapter.starters.empty() ? file.starters : adapter.starters);
     if (one_file) return write_safetensors(path, metadata, tensors), void();
     make_folder(path);
-    write_text(path + "/config.json", file.config_text);
+    write_text(path + "/config.json", config);
     if (!file.generation_text.empty()) write_text(path + "/generation_config.json", file.generation_text);
     for (const char* name : {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt",
                              "vocab.json", "special_tokens_map.json", "added_tokens.json"})

@@ -9,9 +9,9 @@ void add_document_options(std::vector<Option>& table, DocumentOptions& o) {
          file_name(o.index)},
         {"", "--passages", "N", "most passages per question (default 4)", whole(o.passages, 1, 64)},
         {"", "--docs-embed", "MODEL", "also search --docs by vectors of this Qwen3-Embedding model; they are\n"
-         "computed once", file_name(o.embed)},
+         "computed once", existing(o.embed)},
         {"", "--docs-rerank", "MODEL", "order the first 20 passages by this Qwen3-Reranker model",
-         file_name(o.rerank)},
+         existing(o.rerank)},
         {"", "--quote", "0|1", "answer with the best passage and its source (default: 1 for models\n"
          "below 200 M parameters)", whole(o.quote, 0, 1)},
     };

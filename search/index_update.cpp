@@ -96,6 +96,7 @@ bool IndexUpdate::update(const std::vector<DocumentFile>& files, const Index* ol
     // A unique name: programs in two containers that share a cache may have the same pid.
     std::random_device random;
     const std::string made = path + format(".tmp%08x%08x", random(), random());
+    const Unfinished unfinished(made);
     IndexBuilder builder(made, maker);
     if (old) builder.take_over(*old, times);
     add_fresh(builder, fresh);

@@ -1,5 +1,6 @@
 // engines.cpp: creates and runs engines; a failed engine's jobs move to the others.
 #include "base/error.h"
+#include "base/unfinished.h"
 #include "model/device.h"
 #include "model/instances.h"
 #include "model/pace.h"
@@ -60,7 +61,7 @@ void Engines<T>::compute(const Options& o, int k, Engine<T>& engine) {
         engine.run(pace);
     } catch (const std::exception& fault) { // a GPU fault, or out of memory
         print_error("serve", o.gpus > 1 ? format("engine %d: %s", k, fault.what()) : fault.what());
-        if (!engine.hand_over()) _exit(1); // no engine is left
+        if (!engine.hand_over()) leave(1); // no engine is left
     }
 }
 

@@ -34,9 +34,8 @@
 
 namespace server {
 
-// Everything the answers of a batch depend on, except its requests: a JSON object.
-static std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
-                                 const Tokenizer& tokenizer, const Documents* documents) {
+std::string batch_depends(const Options& o, const ModelFile& file, const AdapterFile* adapter,
+                          const Tokenizer& tokenizer, const Documents* documents) {
     sj::Writer w;
     w.object();
     if (!o.batch.empty()) {
@@ -140,7 +139,9 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
         for (size_t i = 0; i < named.size(); i++) hashes[o.adapters[i].first] = adapter_hash(named[i], 1);
         batch = std::make_unique<Batcher>(o.batch, o.output, depends, hashes);
     }
-    Weights<T> weights(file, made_format(o), keeps_packed<T>(o, o.ctx));
+    if (!o.cache.empty()) disk = open_cache(o, pages_depend<T>(o, file, adapter.get()));
+    e.disk = disk.get();
+    Weights<T> weights(file, made_format(o), keeps_packed<T>(o, o.ctx)); // all files of options are open
     to_device(o.ctx, file, weights);
     decode_for_long(o.ctx, file, weights);
     std::unique_ptr<AttachedAdapter<T>> attached;
@@ -150,8 +151,6 @@ template <class T> int serve(Options& o, const ModelFile& file, double start) {
     for (size_t i = 0; i < named.size(); i++)
         present.push_back(std::make_shared<AdaptedModel<T>>(o.ctx, weights, named[i], o.adapters[i].first, rows));
     named.clear();
-    if (!o.cache.empty()) disk = open_cache(o, pages_depend<T>(o, file, adapter.get()));
-    e.disk = disk.get();
     Engine<T> engine(c, weights, tokenizer, desk, e, o.ctx);
     if (o.lookup > 0 && !engine.lookup.most)
         DIE("--lookup %d: on a GPU it needs --one-kernel (bf16 weights and keys, room for a copy)", o.lookup);

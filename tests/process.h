@@ -62,6 +62,21 @@ inline void check_refusal(const Result& r, const std::string& program, const std
     CHECK(r.err.find(word) != std::string::npos);
 }
 
+// The names of a program's options, as --help lists them.
+inline std::vector<std::string> options_of(const char* program) {
+    const std::string help = Process(program, {"--help"}).wait().out;
+    std::vector<std::string> names;
+    for (size_t at = 0; at < help.size(); at = help.find('\n', at) + 1) {
+        const size_t name = help.find("--", at), end = help.find_first_of(" \n", name);
+        const std::string before = help.substr(at, name - at);
+        const bool brief = before.size() == 6 && before[2] == '-' && before[4] == ',';
+        if (before == "      " || brief) names.push_back(help.substr(name, end - name));
+        if (help.find('\n', at) == help.npos) break;
+    }
+    REQUIRE(names.size() > 20);
+    return names;
+}
+
 // JSON that outlives its text.
 struct Json {
     std::string text;

@@ -12,7 +12,8 @@ std::vector<std::vector<size_t>> deal(const std::vector<size_t>& tokens, int ran
 // An array of `count` gradients is summed in buckets, each as soon as its numbers are complete. If the optimizer's
 // state is divided, rank r owns the r-th piece of each bucket, and keeps its pieces one after another.
 struct Buckets {
-    static constexpr size_t MOST = 16, UNIT = 64; // UNIT numbers of a piece: aligned whatever their type
+    static constexpr size_t MOST = 16, UNIT = 256; // UNIT numbers of a piece: aligned whatever their type, and a block
+                                                   // of 8-bit moments
     size_t count = 0, bucket = 0, n = 0, piece = 0;
 
     Buckets() = default;

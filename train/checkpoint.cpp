@@ -53,6 +53,11 @@ template <class T> void Trainer<T>::write_result(const std::string& folder, size
         };
         tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
     });
+    params.each_saved([&](const ModelTensor& t, size_t at) {
+        tensors.push_back({saved_name(t), "F32", t.shape(), [&numbers, at, n = t.size()](OutputFile& out) {
+            out.write(&numbers[at], n * sizeof(A));
+        }});
+    });
     if (o.scores())
         tensors.push_back({SCORE_TENSOR, "F32", {1, c.C}, [&](OutputFile& out) {
             out.write(&numbers[params.score], (size_t)c.C * sizeof(A));
@@ -75,6 +80,9 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
     w.field("batch", o.batch).field("accum", o.accum).field("max-len", o.max_len).field("seed", o.seed);
     w.field("shuffle", o.shuffle);
+    if (o.lora.saves() && !o.full)
+        w.field("modules-to-save", format("%d %d", o.lora.embed, o.lora.head));
+    if (o.moments != "32") w.field("moments", o.moments);
     if (o.loraplus != 1) w.field("loraplus-ratio", o.loraplus);
     if (o.neftune > 0) w.field("neftune-alpha", o.neftune);
     if (o.ranks->size > 1) w.field("ranks", o.ranks->size);
@@ -87,8 +95,9 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
         if (name == "kto") w.field("desirable", o.pref.desirable).field("undesirable", o.pref.undesirable);
         w.field("reference", reference.empty() ? "" : hex(fnv1a(MappedFile(reference).text())));
     }
-    if (!o.teacher.empty()) {
-        w.field("teacher", hex(ModelFile(o.teacher).hash())).field("distil-beta", (double)o.distil.beta);
+    if (!o.teacher.empty()) w.field("teacher", hex(ModelFile(o.teacher).hash()));
+    if (!o.teacher.empty() || data.taught()) {
+        w.field("distil-beta", (double)o.distil.beta);
         w.field("distil-temp", (double)o.distil.temperature).field("distil-weight", (double)o.distil.weight);
         w.field("on-policy", o.distil.on_policy);
     }
@@ -116,17 +125,35 @@ template <class T> void Trainer<T>::write_state(const std::string& path, double 
         {"format", "pt"}, {"run", run}, {"step", format("%lld", (long long)step)}, {"best", sj::repr(best)},
         {"elapsed", sj::repr(elapsed)}};
     if (step % o.rl.iterations) metadata["answers"] = groups.json(); // that the next step uses again
-    if (ranks.rank > 0) {
-        for (const A* part : {params.p, params.m, params.v}) params.host(part);
+    const Moments8& eight = params.moments;
+    const std::pair<const char*, uint8_t*> codes[] = {{"m", eight.m}, {"root", eight.root}};
+    const std::pair<const char*, float*> scales[] = {{"scale_m", eight.scale_m}, {"scale_root", eight.scale_root}};
+    const bool in_8_bits = o.moments == "8";
+    if (ranks.rank > 0) { // in the order below
+        params.host(params.p);
+        for (auto [name, from] : codes) if (in_8_bits) params.host(from);
+        for (auto [name, from] : scales) if (in_8_bits) params.host(from, MOMENT_BLOCK);
+        for (const A* part : {params.m, params.v}) if (!in_8_bits) params.host(part);
         return;
     }
     const auto lock = ranks.writing();
     std::vector<OutTensor> tensors;
-    for (auto [name, from] : {std::pair("p", params.p), {"m", params.m}, {"v", params.v}})
+    const int64_t all = (int64_t)params.count, blocks = (all + MOMENT_BLOCK - 1) / MOMENT_BLOCK;
+    auto add = [&](const char* name, const char* type, int64_t n, auto from, size_t each) {
+        tensors.push_back({name, type, {n}, [this, from, each](OutputFile& out) {
+            const auto numbers = params.host(from, each);
+            out.write(numbers.data(), numbers.size() * sizeof numbers[0]);
+        }});
+    };
+    std::vector<std::pair<const char*, A*>> parts = {{"p", params.p}};
+    if (!in_8_bits) parts.insert(parts.end(), {{"m", params.m}, {"v", params.v}});
+    for (auto [name, from] : parts)
         tensors.push_back({name, "F32", {(int64_t)params.trained()}, [this, from = from](OutputFile& out) {
             const std::vector<A> numbers = params.host(from);
             params.each_range([&](size_t first, size_t n) { out.write(&numbers[first], n * sizeof(A)); });
         }});
+    for (auto [name, from] : codes) if (in_8_bits) add(name, "I8", all, from, 1);
+    for (auto [name, from] : scales) if (in_8_bits) add(name, "F32", blocks, from, MOMENT_BLOCK);
     write_safetensors(path, metadata, tensors);
 }
 
@@ -172,7 +199,23 @@ template <class T> void Trainer<T>::read_state(const std::string& path, double& 
     if (step % o.rl.iterations)
         groups = Groups(name, metadata["answers"], (size_t)o.rl.group, (uint32_t)c.V);
     std::vector<A> numbers(params.count);
-    for (auto [key, to] : {std::pair("p", params.p), {"m", params.m}, {"v", params.v}}) {
+    std::vector<std::pair<const char*, A*>> parts = {{"p", params.p}};
+    if (o.moments != "8") parts.insert(parts.end(), {{"m", params.m}, {"v", params.v}});
+    else {
+        const Moments8& to = params.moments;
+        auto read = [&](const char* key, Dtype type, auto* array, size_t each) {
+            const auto t = tensors.find(key);
+            const size_t n = (params.count + each - 1) / each;
+            if (t == tensors.end() || t->second.dtype != type || t->second.shape != Shape{(int64_t)n})
+                DIE("%s: no tensor %s of %zu numbers", name, key, n);
+            const auto* from = (decltype(array))t->second.data;
+            params.keep(array, std::vector<std::decay_t<decltype(*array)>>(from, from + n), each);
+        };
+        read("m", Dtype::I8, to.m, 1), read("root", Dtype::I8, to.root, 1);
+        read("scale_m", Dtype::F32, to.scale_m, MOMENT_BLOCK);
+        read("scale_root", Dtype::F32, to.scale_root, MOMENT_BLOCK);
+    }
+    for (auto [key, to] : parts) {
         const auto t = tensors.find(key);
         const Shape shape = {(int64_t)params.trained()};
         if (t == tensors.end() || t->second.dtype != Dtype::F32 || t->second.shape != shape)

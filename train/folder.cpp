@@ -48,6 +48,7 @@ void RunFolder::check() const {
     const bool old = exists("trainer_log.jsonl") || exists("state.safetensors") || exists("adapter_config.json") ||
                      exists("model.bin");
     const char* out = o.out.c_str();
+    must_be_writable("-o", o.out, true);
     if (old && !o.resume && !o.overwrite)
         DIE("%s: %s", out, exists("state.safetensors")
                                ? "holds a run; --resume goes on with it, --overwrite replaces it"

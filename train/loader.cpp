@@ -1,5 +1,6 @@
 // train/loader.cpp: units in the order of steps, and batches of units.
 #include "train/loader.h"
+#include "model/distillation.h"
 #include "train/buckets.h"
 #include <algorithm>
 #include <cmath>
@@ -8,6 +9,8 @@
 void Loader::choose_rows(const Dataset* evaluation) {
     rows = fitting(data);
     if (evaluation) eval_rows = fitting(*evaluation);
+    const size_t most = std::max(data.outcomes(), evaluation ? evaluation->outcomes() : 0);
+    if (most) outcomes = (int)(most + 1 + 3) / 4 * 4; // (kernels read four logits at once)
     const size_t a_step = step_units();
     epoch_steps = (int64_t)((rows.size() + a_step - 1) / a_step) * o.rl.iterations;
     max_pages = (longest + PAGE - 1) / PAGE;
@@ -73,6 +76,7 @@ void Loader::plan(Arena& arena) {
     for (int** list : {&token, &pos, &seq, &slot, &named, &target}) *list = arena.take<int>(N);
     place = arena.take<uint32_t>(N), bound = arena.take<float>(o.neftune > 0 ? N : 0);
     pages = arena.take<int>(sequences() * max_pages);
+    outcome = arena.take<int>((size_t)N * outcomes), log_p = arena.take<float>((size_t)N * outcomes);
 }
 
 template <class From>
@@ -113,7 +117,30 @@ Batch Loader::load(const From& from, const size_t* list, int n, int first, int& 
     copy_in(ctx, named, all_named.data(), all_named.size());
     copy_in(ctx, target, all_target.data(), all_target.size());
     R = (int)all_named.size();
+    if constexpr (std::is_same_v<From, Dataset>)
+        if (from.taught()) load_outcomes(from, {list, list + n / group});
     return {(int)N, n, token, pos, seq, slot, pages, max_pages};
+}
+// The outcomes of these rows' trained tokens. The tail has at least 1e-7, to which its sum is exact.
+void Loader::load_outcomes(const Dataset& from, const std::vector<size_t>& list) {
+    std::vector<int> ids;
+    std::vector<float> all;
+    for (size_t i : list) {
+        const uint32_t* id = from.outcome_ids(i);
+        const float* p = from.outcome_log_p(i);
+        for (size_t left = trained_tokens(from, {i}); left > 0; left--, id += from.outcomes(), p += from.outcomes()) {
+            const size_t first = ids.size();
+            double sum = 0;
+            ids.resize(first + outcomes, -1), all.resize(first + outcomes, NEVER<float>);
+            for (size_t k = 0; k < from.outcomes() && id[k] != NO_ID; k++) {
+                ids[first + k] = (int)id[k], all[first + k] = p[k];
+                sum += std::exp((double)p[k]);
+            }
+            all.back() = (float)std::log(std::max(1 - sum, 1e-7));
+        }
+    }
+    copy_in(ctx, outcome, ids.data(), ids.size());
+    copy_in(ctx, log_p, all.data(), all.size());
 }
 template Batch Loader::load(const Dataset&, const size_t*, int, int, int&, bool);
 template Batch Loader::load(const Half&, const size_t*, int, int, int&, bool);

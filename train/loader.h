@@ -63,6 +63,9 @@ struct Loader {
     int *token, *pos, *seq, *slot, *pages, *named, *target; // a Batch, its trained rows and the targets after them
     uint32_t* place;       // Dropout::token
     float* bound;          // Noise::bound, with --neftune-alpha
+    int outcomes = 0;      // of a trained token in taught rows, the tail last: see gather_outcomes; 0: no such rows
+    int* outcome;          // (trained tokens, outcomes) ids; -1: none
+    float* log_p;          // (trained tokens, outcomes) of the teacher
     int max_pages;         // of a row
     std::vector<int> ends; // end of each sequence's trained tokens in `named`
     void plan(Arena& arena);
@@ -78,5 +81,6 @@ struct Loader {
     std::vector<size_t> order;
     int64_t ordered = -1; // the epoch of this order
 
+    void load_outcomes(const Dataset& from, const std::vector<size_t>& rows);
     std::vector<size_t> fitting(const Dataset& from); // short enough units; a row's last token is not fed
 };

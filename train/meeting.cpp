@@ -1,5 +1,6 @@
 // train/meeting.cpp: processes become ranks, and a watcher detects a lost rank.
 #include "base/error.h"
+#include "base/unfinished.h"
 #include "train/ranks.h"
 #include "train/sockets.h"
 #include <algorithm>
@@ -73,11 +74,6 @@ struct Greeting {
     char host[64] = {};
 };
 } // namespace
-
-static void give_up_after(int fd, double s) { // 0: never
-    const timeval limit = {(time_t)s, 0};
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-}
 
 void Ranks::meet(const std::string& host, int port, int listener, double patience) {
     peers.resize((size_t)size);
@@ -166,11 +162,12 @@ void Ranks::watch() {
     std::vector<double> silent(list.size()); // s; time in which this process was stopped (Ctrl-Z) counts little
     double spoke = 0, last = seconds();
     while (!leaving) {
-        if (seconds() - spoke >= 1) {
+        if (std::unique_lock lock(speaking, std::defer_lock); seconds() - spoke >= pulse && lock.try_lock()) {
             spoke = seconds();
-            for (const pollfd& p : list) send(p.fd, "h", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+            for (const pollfd& p : list)
+                if (!reported) send(p.fd, "h", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
         }
-        poll(list.data(), list.size(), 100);
+        poll(list.data(), list.size(), (int)std::min(100., 1000 * pulse));
         const double passed = std::min(seconds() - last, 0.2);
         last = seconds();
         for (size_t i = 0; i < list.size(); i++) {
@@ -192,14 +189,19 @@ bool Ranks::hear(int fd, int r) {
     const std::string_view said(bytes, (size_t)n);
     const size_t error = said.find('e');
     if (error == said.npos) return true;
+    std::string report(said.substr(error + 1)); // up to the connection's end
+    pollfd wait = {fd, POLLIN, 0};
+    for (ssize_t more; report.size() < MOST_REPORTED && poll(&wait, 1, 2000) > 0 &&
+                       (more = recv(fd, bytes, sizeof bytes, MSG_DONTWAIT)) > 0;)
+        report.append(bytes, (size_t)more);
     let_files_end();
-    if (rank > 0) _exit(1); // rank 0 has reported it
-    end(format("rank %d: %s", r, std::string(said.substr(error + 1)).c_str()));
+    if (rank > 0) leave(1); // rank 0 has reported it
+    end(format("rank %d: %s", r, report.c_str()));
 }
 
 void Ranks::lost(int r, const std::string& how) {
     let_files_end();
-    if (rank > 0 && ending) print_error(program, last_words), _exit(1); // rank 0 did not receive it
+    if (rank > 0 && ending) print_error(program, last_words), leave(1); // rank 0 did not receive it
     if (rank > 0) end_alone("rank 0 " + how);
     end(name_of(r) + " " + how);
 }

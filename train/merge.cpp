@@ -1,5 +1,6 @@
 // train/merge.cpp: merges an adapter into its model, as bf16 or requantised, and compares both.
 #include "train/merge.h"
+#include "base/text.h"
 #include "model/device.h"
 #include "model/instances.h"
 #include "model/quantize.h"
@@ -48,6 +49,7 @@ void check_merge(const TrainOptions& o, const ModelFile& file) {
     const bool there = stat(name, &st) == 0 && S_ISREG(st.st_mode);
     if (!o.overwrite && (there || ModelFile::in_folder(path)))
         DIE("--merge %s: there is a model already; --overwrite replaces it", name);
+    must_be_writable("--merge", path, !ends_in(path, ".bin"));
     for (auto& [name, t] : readable_tensors(file))
         if (!t.is_float())
             DIE("%s: tensor %s is not BF16, F16 or F32: nothing can be merged", t.file.c_str(), name.c_str());
@@ -59,7 +61,8 @@ void check_merge(const TrainOptions& o, const ModelFile& file) {
 static void write_merged_as(const TrainOptions& o, const ModelFile& file, const AdapterFile& adapter) {
     if (o.merge_as.empty()) return write_merged(file, adapter, o.merge);
     struct Removed {
-        std::string path;
+        const std::string path;
+        const Unfinished unfinished{path};
         ~Removed() { unlink(path.c_str()); }
     } const whole = {format("%s.%d.bin", o.merge.c_str(), (int)getpid())};
     write_merged(file, adapter, whole.path);

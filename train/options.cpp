@@ -21,6 +21,16 @@ static void parse_targets(AdapterConfig& lora, const std::string& list) {
     }
 }
 
+static void parse_saved(AdapterConfig& lora, const std::string& list) {
+    for (size_t at = 0, end; at <= list.size(); at = end + 1) {
+        end = std::min(list.find(',', at), list.size());
+        const std::string one = list.substr(at, end - at);
+        if (one != "embed_tokens" && one != "lm_head")
+            DIE("--modules-to-save: %.40s is none of embed_tokens, lm_head", one.c_str());
+        (one == "lm_head" ? lora.head : lora.embed) = true;
+    }
+}
+
 static std::vector<Option> option_table(TrainOptions& o) {
     auto lora = [&o](Setter set) { // of the adapter
         return [&o, set](const char* option, const char* v) { o.says_lora = option, set(option, v); };
@@ -46,9 +56,10 @@ static std::vector<Option> option_table(TrainOptions& o) {
     };
     GrpoOptions& rl = o.rl;
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
+    const Setter saved = [&o](const char*, const char* v) { parse_saved(o.lora, v); };
     std::vector<Option> table = {
         {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options add to its own",
-         file_name(o.recipe)},
+         existing_file(o.recipe)},
         {"-o", "--output", "DIR", "output folder: adapter, log, loss curve, checkpoint", file_name(o.out)},
         {"", "--full", "", "train all parameters and write OUT/model.bin (default: LoRA)", flag(o.full)},
         {"", "--rank", "N", "LoRA rank (default 32)", lora(whole(o.lora.rank, 1, MAX_RANK))},
@@ -56,6 +67,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... alpha / sqrt(rank) times (default: off)", lora(flag(o.lora.rslora))},
         {"", "--targets", "LIST", "adapted matrices: all (default), or some of q,k,v,o,gate,up,down", lora(targets)},
+        {"", "--modules-to-save", "LIST", "matrices to train as a whole beside LoRA: some of embed_tokens,lm_head\n"
+         "(default: none)", lora(saved)},
         {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 on preferences and rewards)",
          number(o.dropout, 0, 0.99)},
         {"", "--loraplus-ratio", "X", "LoRA+: learning rate of B over that of A (default 1)",
@@ -63,7 +76,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--neftune-alpha", "X", "NEFTune: noise on the embeddings in training (default 0)",
          number(o.neftune, 0, 1e6)},
         {"", "--adapter-init", "DIR", "start from this adapter, with its rank, alpha and targets",
-         file_name(o.adapter_init)},
+         existing(o.adapter_init)},
         {"", "--dpo", "", "train on pairs of a chosen and a rejected answer; below, read \"row\" as\n"
          "\"pair\"", loss(losses[0])},
         {"", "--ipo", "", "... with IPO's squared loss", loss(losses[1])},
@@ -106,7 +119,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
          grpo(number(rl.kl_beta, 0, 1e6))},
         {"", "--mask-truncated", "", "... ignore answers without an end token (default: off)", grpo(flag(rl.mask_truncated))},
         {"", "--teacher", "MODEL", "train on the next-token probabilities of a larger model with the same\n"
-         "vocabulary, over the rows' answers", file_name(o.teacher)},
+         "vocabulary, over the rows' answers", existing(o.teacher)},
         {"", "--distil-beta", "X", "... 0: KL from the teacher to the model; 1: the reverse; between:\n"
          "Jensen-Shannon divergence (default 0)", distil(number(o.distil.beta, 0, 1))},
         {"", "--distil-temp", "X", "... temperature of both models' probabilities (default 1)",
@@ -126,6 +139,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
          one_of(o.schedule, {"cosine", "linear", "constant"})},
         {"", "--warmup", "X", "share of steps with a rising learning rate (default 0.1)", number(o.warmup, 0, 1)},
         {"", "--weight-decay", "X", "decoupled weight decay of AdamW (default 0.01)", number(o.weight_decay, 0, 10)},
+        {"", "--moments", "N", "bits of AdamW's moments with --full: 32 (default) or 8, in blocks of 256",
+         one_of(o.moments, {"32", "8"})},
         {"", "--clip", "X", "largest gradient norm (default 1; 0: off)", number(o.clip, 0, 1e9)},
         {"", "--no-shuffle", "", "keep the file's order of rows", flag(o.shuffle, false)},
         {"-s", "--seed", "N", "seed of shuffling, dropout and sampling (default 42)", whole(o.seed, 0, INT64_MAX)},
@@ -164,15 +179,17 @@ static void check_sampling(const TrainOptions& o) {
 }
 
 static void check_teacher(const TrainOptions& o) {
-    if (o.teacher.empty() && !o.says_distil.empty()) DIE("%s is for --teacher", o.says_distil.c_str());
+    if (o.teacher.empty() && o.distil.on_policy > 0) DIE("--on-policy is for --teacher");
     if (!o.teacher.empty() && (o.preference || o.grpo))
         DIE("--teacher or --%s: not both", o.grpo ? "grpo" : o.preference->name);
     if (!o.teacher.empty() && o.train.empty()) DIE("--teacher is for training");
+    if (!o.says_distil.empty() && o.train.empty()) DIE("%s is for training", o.says_distil.c_str());
 }
 
 static void check_reward_model(const TrainOptions& o) {
     if (o.full) DIE("--reward-model trains an adapter and a head: not with --full");
     if (!o.merge.empty()) DIE("--reward-model: its result scores answers, and --merge writes a model of text");
+    if (o.lora.saves()) DIE("--reward-model trains an adapter and a head: not with --modules-to-save");
     if (!o.of_loss.empty()) DIE("%s is not for --reward-model", o.of_loss[0].first.c_str());
 }
 
@@ -204,6 +221,7 @@ void check_options(const TrainOptions& o) {
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
         DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
     if (!o.adapter_init.empty() && !o.says_lora.empty()) DIE("%s: --adapter-init says it already", o.says_lora.c_str());
+    if (!o.full && o.moments != "32") DIE("--moments 8 is for --full: an adapter's moments are few");
     if (o.full && o.loraplus != 1) DIE("--full trains the model itself: there is no adapter for --loraplus-ratio");
     if (o.neftune > 0 && (o.preference || o.grpo))
         DIE("--neftune-alpha is for training on answers, not with --%s", o.grpo ? "grpo" : o.preference->name);

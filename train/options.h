@@ -15,7 +15,8 @@
 struct TrainOptions : ModelOptions {
     std::string recipe; // its file
     std::vector<Recipe::Words> packs; // of the recipe
-    std::string train, out, eval, adapter_init, merge, merge_as, schedule = "cosine";
+    std::string train, out, eval, adapter_init, merge, merge_as, schedule = "cosine",
+                moments = "32"; // bits of AdamW's
     AdapterConfig lora;
     Starters starters;
     std::vector<std::string> questions; // of --ask

@@ -14,6 +14,9 @@ template <class T> void Parameters<T>::measure() {
         count = end.B;
         segments = {{0, end.A, o.weight_decay, 1},
                     {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale(), o.loraplus}};
+        saved = count;
+        each_saved([&](const ModelTensor& t, size_t) { count += t.size(); });
+        if (count > saved) segments.push_back({saved, count - saved, o.weight_decay, 1});
         if (!o.scores()) return;
         score = count, count += c.C;
         segments.push_back({score, (size_t)c.C, o.weight_decay, 1});
@@ -31,21 +34,31 @@ template <class T> void Parameters<T>::plan_copies(Arena& arena) {
     p = arena.take<A>(own), stored = arena.take<T>(padded);
 }
 template <class T> void Parameters<T>::plan_gradients(Arena& arena) {
-    gradient = arena.take<A>(padded), m = arena.take<A>(own), v = arena.take<A>(own);
+    const size_t full = o.moments == "8" ? 0 : own, own8 = own - full;
+    gradient = arena.take<A>(padded), m = arena.take<A>(full), v = arena.take<A>(full);
+    moments.m = arena.take<uint8_t>(own8), moments.root = arena.take<uint8_t>(own8);
+    for (float** scale : {&moments.scale_m, &moments.scale_root})
+        *scale = arena.take<float>((own8 + MOMENT_BLOCK - 1) / MOMENT_BLOCK);
     own_gradient = sharded() ? arena.take<A>(own) : gradient;
     partial = arena.take<double>((own + NORM_PIECE - 1) / NORM_PIECE);
 }
 
 template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
     std::vector<A> first(count, 0);
+    auto copy = [&](const Tensor& from, size_t at, size_t n) {
+        if (!from.is_float()) DIE("%s: --modules-to-save: the matrix is quantised", from.file.c_str());
+        for (size_t i = 0; i < n; i++) first[at + i] = number(from, i);
+    };
     if (o.full) {
         each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T
             const Tensor& from = file.tensors.at(t.name());
             for (size_t i = 0; i < t.size(); i++) first[at + i] = number(from, i);
         });
     } else if (!o.adapter_init.empty()) {
-        first = adapter_numbers(w, AdapterFile(o.adapter_init, c));
+        const AdapterFile adapter(o.adapter_init, c);
+        first = adapter_numbers(w, adapter);
         first.resize(count, 0);
+        each_saved([&](const ModelTensor& t, size_t at) { copy(adapter.tensors.at(saved_name(t)), at, t.size()); });
     } else {
         size_t drawn = 0; // the same numbers however the rank is rounded up
         each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t in, size_t at, size_t) {
@@ -54,6 +67,10 @@ template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
                 const uint32_t bits = philox(o.seed, drawn++, STREAM_INIT).v[0] >> 8;
                 first[at + i] = bound * ((float)bits * (1.f / 8388608) - 1); // 2^23
             }
+        });
+        each_saved([&](const ModelTensor& t, size_t at) { // a tied model's head begins as its embedding
+            const ModelTensor from = t.kind == HEAD && c.tied ? ModelTensor{EMBED, -1, c.V, c.C} : t;
+            copy(file.tensors.at(from.name()), at, t.size());
         });
     }
     return first;
@@ -79,6 +96,7 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
             auto& to = gradient_of_module(module_numbered(adapter.module[0], c.L));
             to.A = gradient + at.A, to.B = gradient + at.B;
         });
+        each_saved([&](const ModelTensor& t, size_t at) { gradient_of(t) = gradient + at; });
     }
 }
 
@@ -94,6 +112,7 @@ template <class T> void Parameters<T>::use(T* copies) {
     else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
         linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B;
     });
+    each_saved([&](const ModelTensor& t, size_t at) { saved_in(w, t) = saved_linear<T>(t, copies + at); });
     if (o.full && c.tied) w.head = w.embed;
 }
 
@@ -113,6 +132,7 @@ template <class T> void Parameters<T>::each_range(const std::function<void(size_
     each_adapter_tensor(w, [&](const std::string&, size_t rows, size_t columns, size_t at, size_t stride) {
         for (size_t r = 0; r < rows; r++) f(at + r * stride, columns);
     });
+    each_saved([&](const ModelTensor& t, size_t at) { f(at, t.size()); });
     if (o.scores()) f(score, (size_t)c.C);
 }
 
@@ -154,6 +174,7 @@ template <class T> void Parameters<T>::divide() {
         is_in(at.A, linear.adapter.width() * linear.in, layer);
         is_in(at.B, linear.adapter.width() * linear.out(), layer);
     });
+    each_saved([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), -1); });
     if (o.scores()) is_in(score, (size_t)c.C, -1);
     order_of_buckets.resize(buckets.n);
     std::iota(order_of_buckets.begin(), order_of_buckets.end(), (size_t)0);
@@ -181,27 +202,29 @@ void Parameters<T>::each_own(const std::function<void(size_t first, size_t at, s
     else f((size_t)0, (size_t)0, count);
 }
 
-template <class T> void Parameters<T>::keep(A* to, const std::vector<A>& all) {
-    each_own([&](size_t first, size_t at, size_t n) { copy_in(ctx, to + at, &all[first], n); });
+template <class T> template <class U> void Parameters<T>::keep(U* to, const std::vector<U>& all, size_t each) {
+    each_own([&](size_t first, size_t at, size_t n) {
+        copy_in(ctx, to + at / each, &all[first / each], (n + each - 1) / each);
+    });
 }
 
 // With shards: `all` (padded) from each rank's pieces, which piece(b) points to.
-template <class T> template <class U, class F> void Parameters<T>::gather(U* all, F piece) {
+template <class T> template <class U, class F> void Parameters<T>::gather(U* all, F piece, size_t each) {
     ranks.together([&] {
         for (size_t b = 0; b < buckets.n; b++)
-            ranks.gather(all + b * buckets.bucket, piece(b), buckets.piece * sizeof(U));
+            ranks.gather(all + b * buckets.bucket / each, piece(b), buckets.piece / each * sizeof(U));
     });
     ranks.finish();
 }
 
-template <class T> std::vector<acc<T>> Parameters<T>::host(const A* from) {
+template <class T> template <class U> std::vector<U> Parameters<T>::host(const U* from, size_t each) {
     if (sharded()) {
-        gather(gradient, [&](size_t b) { return from + b * buckets.piece; });
-        from = gradient;
+        gather((U*)gradient, [&](size_t b) { return from + b * buckets.piece / each; }, each);
+        from = (const U*)gradient;
     }
     if (ranks.rank > 0) return {};
-    std::vector<A> numbers(count);
-    copy_out(ctx, numbers.data(), from, count);
+    std::vector<U> numbers((count + each - 1) / each);
+    copy_out(ctx, numbers.data(), from, numbers.size());
     return numbers;
 }
 
@@ -210,7 +233,13 @@ template <class T> std::vector<acc<T>> Parameters<T>::host(const A* from) {
 template <class T> void Parameters<T>::update(const double* norm, double lr, int64_t step) {
     AdamW how;
     how.clip = (float)o.clip, how.step = step + 1;
-    for (const Segment& s : segments) {
+    if (o.moments == "8") {
+        how.lr = (float)lr, how.decay = (float)segments[0].decay;
+        each_own([&](size_t first, size_t at, size_t n) {
+            const size_t decayed = segments[0].n - std::min(first, segments[0].n); // (matrices come first)
+            RUN(adamw8, stored + first, p + at, moments.at(at), own_gradient + at, norm, n, decayed, how);
+        });
+    } else for (const Segment& s : segments) {
         how.lr = (float)(lr * s.rate), how.decay = (float)s.decay, how.copy = s.copy;
         each_own([&](size_t first, size_t at, size_t n) {
             const size_t from = std::max(first, s.first), to = std::min(first + n, s.first + s.n);
@@ -223,6 +252,11 @@ template <class T> void Parameters<T>::update(const double* norm, double lr, int
     if (sharded()) gather(stored, [&](size_t b) { return mine + b * buckets.bucket; });
 }
 
-#define INSTANTIATE(T) template struct Parameters<T>;
+#define INSTANTIATE(T) \
+    template struct Parameters<T>; \
+    template void Parameters<T>::keep(acc<T>*, const std::vector<acc<T>>&, size_t); \
+    template void Parameters<T>::keep(uint8_t*, const std::vector<uint8_t>&, size_t); \
+    template std::vector<acc<T>> Parameters<T>::host(const acc<T>*, size_t); \
+    template std::vector<uint8_t> Parameters<T>::host(const uint8_t*, size_t);
 QWEN3_INSTANCES(INSTANTIATE)
 #undef INSTANTIATE

@@ -2,6 +2,7 @@
 #pragma once
 #include "base/arena.h"
 #include "model/adapters.h"
+#include "model/moments.h"
 #include "qwen3.cu"
 #include "train/buckets.h"
 #include "train/options.h"
@@ -34,9 +35,11 @@ template <class T> struct Parameters {
     struct Segment { size_t first, n; double decay; float copy; double rate = 1; }; // rate: times the learning rate
     std::vector<Segment> segments;
     size_t count = 0;
+    size_t saved = 0;        // with --modules-to-save: place of the embedding or head, behind the adapter's numbers
     size_t score = 0;        // with --reward-model: place of the head (C), behind the adapter's numbers
     int rank = 0;            // of adapters in this layout
     A *p, *m, *v;            // (own) master parameters, AdamW's moments
+    Moments8 moments;        // (own) ... in 8 bits, with --moments 8
     A *gradient;             // (padded) of this rank's rows, then of all ranks'
     A *own_gradient;         // (own) of all ranks' rows
     T* stored;               // (padded) the products' operands: the parameters as T, those of B times s
@@ -60,16 +63,22 @@ template <class T> struct Parameters {
     // Calls f(first, at, n) for this rank's parts of p, m and v: n numbers from `first` of the whole array on are its
     // own from `at` on.
     void each_own(const std::function<void(size_t first, size_t at, size_t n)>& f) const;
-    void keep(A* to, const std::vector<A>& all);
-    // Gathers a divided array: p, m or v. Every rank calls it, and rank 0 gets the numbers. (`gradient` is free between
-    // steps.)
-    std::vector<A> host(const A* from);
+    // each: numbers of the array that an entry is for, 1 or MOMENT_BLOCK.
+    template <class U> void keep(U* to, const std::vector<U>& all, size_t each = 1);
+    // Gathers a divided array: p or a moment. Every rank calls it, and rank 0 gets the numbers. (`gradient` is free
+    // between steps.)
+    template <class U> std::vector<U> host(const U* from, size_t each = 1);
 
     // ---- Places
     // With --full: calls f(tensor, at) for each tensor of the model, which is the tensor.size() numbers from `at` on.
     // Matrices come before vectors, since AdamW decays only matrices; results and states have the same order. Blocks of
     // a Linear are neighbours.
     void each_tensor(const std::function<void(const ModelTensor& tensor, size_t at)>& f) const;
+    // With --modules-to-save: calls f(tensor, at) for the embedding and the head that are trained as a whole.
+    template <class F> void each_saved(F f) const {
+        size_t at = saved;
+        for (const ModelTensor& t : saved_tensors(c, o.full ? AdapterConfig() : o.lora)) f(t, at), at += t.size();
+    }
     // Calls f(first, n) for each range of an array of parameters that files hold: all but the padding zeros.
     void each_range(const std::function<void(size_t first, size_t n)>& f);
     // Where `backward` finds the gradient of a module's Linear; of any tensor (of a block: of its Linear).
@@ -89,6 +98,6 @@ template <class T> struct Parameters {
     std::vector<size_t> order_of_buckets; // highest layer first
     size_t buckets_done = 0;
 
-    template <class U, class F> void gather(U* all, F piece);
+    template <class U, class F> void gather(U* all, F piece, size_t each = 1);
     std::vector<A> first_numbers();
 };

@@ -21,14 +21,16 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     a.plan_training(arena, c, N, o.recompute, ample);
     kv.plan(arena, c, (size_t)N / PAGE + loader.sequences(), !ample);
     part("activations", before), before = arena.used;
-    const bool halves = teacher && ctx.gpu; // a float's memory holds two bf16
-    const int rows = std::min(halves ? (N + 1) / 2 * 2 : N, ctx.gpu ? gpu_head_rows(o.full) : HEAD_ROWS);
+    const bool distilled = distils(data) || (eval && distils(*eval));
+    const bool halves = distilled && ctx.gpu; // a float's memory holds two bf16
+    const int rows = std::min(halves ? (N + 1) / 2 * 2 : N, ctx.gpu ? gpu_head_rows(o.full || o.lora.head) : HEAD_ROWS);
     d.plan(arena, c, N, params.rank, rows, (bool)ctx.gpu);
     d.head_rows = halves ? rows / 2 : rows;
     part("their gradients, logits", before), before = arena.used;
     if (answers()) plan_answers(scratch); // before all that must outlive an answer
     if (arena.used > before) part("answers", before), before = arena.used;
-    if (teacher) plan_teacher(), part("the teacher", before), before = arena.used;
+    if (distilled) plan_distillation();
+    if (arena.used > before) part("the teacher", before), before = arena.used;
     for (auto& model : reward_models) model->plan(arena, loader.most_tokens, loader.sequences(), loader.longest);
     if (!reward_models.empty()) part("reward models", before), before = arena.used;
     rope = arena.take<A>((size_t)positions() * c.D);
@@ -68,11 +70,12 @@ template <class T> void Trainer<T>::reserve() {
     plan();
 }
 
-template <class T> void Trainer<T>::plan_teacher() {
-    teacher->plan(arena, loader.most_tokens, (size_t)loader.most_tokens / PAGE + loader.sequences(), loader.longest,
-                  d.head_rows);
+template <class T> void Trainer<T>::plan_distillation() {
+    const size_t pages = (size_t)loader.most_tokens / PAGE + loader.sequences();
+    if (teacher) teacher->plan(arena, loader.most_tokens, pages, loader.longest, d.head_rows);
     divergences = arena.take<A>(loader.most_tokens), agrees = arena.take<A>(loader.most_tokens);
-    d.factor = arena.take<A>(d.head_rows); // ones, which answers must not overwrite
+    outcomes = arena.take<A>((size_t)d.head_rows * loader.outcomes), tails = arena.take<A>(d.head_rows);
+    first_outcome = arena.take<int>(d.head_rows), ones = arena.take<A>(d.head_rows);
 }
 
 // Sampled answers use the memory that holds training's activations at other times.
@@ -121,10 +124,11 @@ template <class T> void Trainer<T>::fill() {
     engine.rope = rope;
     if (o.grpo) set_temperature();
     for (auto& model : reward_models) model->base.fill();
-    if (!teacher) return;
-    teacher->fill();
-    const std::vector<A> ones(d.head_rows, 1);
-    copy_in(ctx, d.factor, ones.data(), ones.size());
+    if (teacher) teacher->fill();
+    if (!distils(data) && !(eval && distils(*eval))) return;
+    const std::vector<A> all(d.head_rows, 1);
+    copy_in(ctx, ones, all.data(), all.size());
+    clear(ctx, first_outcome, d.head_rows);
 }
 
 #define INSTANTIATE(T) \

@@ -2,6 +2,7 @@
 #include "train/ranks.h"
 #include "base/arena.h"
 #include "base/error.h"
+#include "base/unfinished.h"
 #include "train/nccl.h"
 #include "train/sockets.h"
 #include <algorithm>
@@ -153,7 +154,7 @@ static void speak_alone() {
 void Ranks::end_alone(const std::string& text) {
     speak_alone();
     print_error(program, format("rank %d: %s", rank, text.c_str()));
-    _exit(1);
+    leave(1);
 }
 void Ranks::end(const std::string& text) {
     speak_alone();
@@ -161,22 +162,31 @@ void Ranks::end(const std::string& text) {
     else last_words = format("rank %d: %s", rank, text.c_str()), ending = true;
     const std::string said = "e" + text;
     bool heard = true;
-    for (const Peer& p : peers)
-        if (p.life >= 0) {
-            heard &= send(p.life, said.data(), said.size(), MSG_NOSIGNAL) == (ssize_t)said.size();
+    {
+        std::lock_guard lock(speaking);
+        reported = true;
+        for (const Peer& p : peers) {
+            if (p.life < 0) continue;
+            give_up_after(p.life, 2);
+            try {
+                send_all(p.life, said.data(), said.size());
+            } catch (const Gone&) {
+                heard = false;
+            }
             shutdown(p.life, SHUT_WR);
         }
+    }
     if (rank > 0) { // rank 0 reports it, perhaps after its files; the watcher hears the report, or the loss of rank 0
         if (heard) std::this_thread::sleep_for(std::chrono::duration<double>(SAVING + 2));
         print_error(program, last_words);
-        _exit(1);
+        leave(1);
     }
     for (const Peer& p : peers) { // they close when they have read it
         char rest[256];
         pollfd wait = {p.life, POLLIN, 0};
         while (p.life >= 0 && poll(&wait, 1, 2000) > 0 && recv(p.life, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
     }
-    _exit(1);
+    leave(1);
 }
 void Ranks::wait_for_the_end() {
     for (double start = seconds(); seconds() - start < 2 * silence;) usleep(100000);

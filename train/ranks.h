@@ -12,7 +12,7 @@
 //
 // Rank 0 listens at MASTER_ADDR:MASTER_PORT, and every other rank has two connections to it. The first carries
 // collective messages in order (facts, sums of few numbers, and without GPUs the gradients). On the second a thread
-// sends a heartbeat every second. When a rank is lost, or reports why it ends, rank 0 reports it on stderr and to all
+// sends a heartbeat every second, and perhaps a report, which is its last message. When a rank is lost, or reports why it ends, rank 0 reports it on stderr and to all
 // others, and all end. Between GPUs gradients go by NCCL, which is loaded when it is needed: the program is built
 // without it.
 #pragma once
@@ -32,9 +32,10 @@ struct Nccl;
 struct Ranks {
     static constexpr double PATIENCE = 120, SAVING = 8; // s that a rank has to come; to end a file
     static constexpr size_t CHUNK = 1 << 16;            // numbers sent at once
+    static constexpr size_t MOST_REPORTED = 1 << 20;    // bytes of a report
     const char* program;
     int rank = 0, size = 1, local = 0; // of all; which GPU of its host
-    double silence = 20;               // s of silence after which a rank counts as lost
+    double silence = 20, pulse = 1;    // s of silence after which a rank counts as lost; between heartbeats
     double waited = 0;                 // s spent in sums, waiting for other ranks and for the transfer
 
     explicit Ranks(const char* name) : program(name) {}
@@ -98,6 +99,8 @@ struct Ranks {
     std::vector<pid_t> children;
     std::thread watcher;
     std::timed_mutex files;
+    std::mutex speaking;             // on the second connections: a heartbeat must not get into a report
+    bool reported = false;           // ... after which nothing follows
     std::string last_words;          // of a rank that is not 0, once
     std::atomic<bool> ending{false}; // ... they are there
     std::atomic<bool> parting{false}, leaving{false}; // a lost rank is no fault any more; the watcher's end

@@ -137,7 +137,7 @@ const struct { const char *key, *value, *why; } FIXED[] = {
     {"predict_with_generate", "false", "qwen3 --eval answers a file of questions"},
     {"pure_bf16", "false", "master weights are float32"}, {"fp16", "false", "bf16 and f32 are computed"},
     {"quantization_bit", "none", "qwen3 --quantize makes a quantised model; name it in model_name_or_path"},
-    {"warmup_steps", "0", "warmup_ratio says it"}, {"optim", "adamw_torch", "the optimiser is AdamW"},
+    {"warmup_steps", "0", "warmup_ratio says it"},
     {"adam_beta1", "0.9", "it is 0.9"}, {"adam_beta2", "0.999", "it is 0.999"}, {"adam_epsilon", "1e-8", "it is 1e-8"}};
 
 struct Translation {
@@ -169,6 +169,10 @@ struct Translation {
         }
         std::string target = in.take("lora_target", "all");
         target.erase(std::remove(target.begin(), target.end(), ' '), target.end());
+        std::string more = in.take("additional_target");
+        more.erase(std::remove(more.begin(), more.end(), ' '), more.end());
+        if (!more.empty() && !kinds.count("lora")) in.refuse("additional_target", "it is for a new adapter");
+        if (!more.empty()) option("--modules-to-save", more);
         if (kinds.count("lora")) option("--targets", target);
         else if (in.values.count("lora_target")) in.refuse("lora_target", "it is for a new adapter");
         if (in.flag("use_rslora")) option("--rslora");
@@ -186,6 +190,15 @@ struct Translation {
                 if (!value.empty()) in.refuse(n.key, format("it is for %s", n.of));
             } else if (!value.empty() || n.otherwise) option(n.option, value.empty() ? n.otherwise : value);
         }
+    }
+
+    void optimiser() {
+        const std::string name = in.take("optim", "adamw_torch");
+        const bool in_8_bits = name == "adamw_8bit" || name == "adamw_bnb_8bit";
+        if (in_8_bits && !kinds.count("full")) in.refuse("optim", "it is for finetuning_type full");
+        if (!in_8_bits && name != "adamw_torch" && name != "adamw_torch_fused")
+            in.refuse("optim", "adamw_torch, adamw_torch_fused, adamw_8bit and adamw_bnb_8bit are done");
+        if (in_8_bits) option("--moments", "8");
     }
 
     void schedule() {
@@ -263,7 +276,7 @@ struct Translation {
 
 Recipe read_recipe(const std::string& path) {
     Translation t(path);
-    t.method(), t.data(), t.output(), t.numbers(), t.schedule(), t.rest();
+    t.method(), t.data(), t.output(), t.numbers(), t.optimiser(), t.schedule(), t.rest();
     return std::move(t.out);
 }
 

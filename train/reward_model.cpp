@@ -7,18 +7,20 @@
 #include <algorithm>
 #include <numeric>
 
-static std::string base_of(const std::string& folder) {
+std::string reward_base(const std::string& folder) {
     const std::string path = folder + "/adapter_config.json";
     const MappedFile map(path);
     sj::Doc doc;
     if (!sj::parse(doc, map.text()).empty() || doc.root()["base_model_name_or_path"].str().empty())
         DIE("%s: no base_model_name_or_path", path.c_str());
-    return std::string(doc.root()["base_model_name_or_path"].str());
+    const std::string base(doc.root()["base_model_name_or_path"].str());
+    if (!ModelFile::exists(base)) DIE("%s: an adapter of %s, which is not here", folder.c_str(), base.c_str());
+    return base;
 }
 
 template <class T>
 RewardModel<T>::RewardModel(const std::string& folder, const Context& where, const ModelFile& student, int tokens)
-    : base(base_of(folder), where, student) {
+    : base(reward_base(folder), where, student) {
     const AdapterFile file(folder, base.c, false, true);
     adapter = std::make_unique<AttachedAdapter<T>>(base.ctx, base.w, file, tokens);
     for (int i = 0; i < base.c.C; i++) head.push_back((float)number(file.tensors.at(SCORE_TENSOR), (size_t)i));

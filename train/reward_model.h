@@ -6,6 +6,9 @@
 #include <string>
 #include <vector>
 
+// The path of the model that the config of a reward model's folder names. Throws Error if it is not here.
+std::string reward_base(const std::string& folder);
+
 // The score of a row is head . x, of its last token's vector x after the final norm, as in transformers'
 // Qwen3ForSequenceClassification. A row is at most `tokens` long together with the others of its batch.
 template <class T> struct RewardModel {

@@ -155,7 +155,10 @@ Reward make_reward(const std::string& spec, double limit) {
     };
     if (access((r.name + "/adapter_config.json").c_str(), F_OK) == 0) return r; // a reward model
     if (r.name.find('/') != r.name.npos && kind != "regex") {
+        struct stat st;
         if (access(r.name.c_str(), X_OK) != 0) DIE("--reward %s: %s", r.name.c_str(), strerror(errno));
+        if (stat(r.name.c_str(), &st) == 0 && !S_ISREG(st.st_mode))
+            DIE("--reward %s: neither a program nor the folder of a --reward-model", r.name.c_str());
         r.of = [program = r.name, limit](const std::vector<Answered>& a) { return ask_program(program, a, limit); };
     } else if (r.name == "exact") {
         each([](const Answered& a) {

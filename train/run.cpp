@@ -22,8 +22,9 @@ template <class T> static RunFacts facts_of(const Trainer<T>& t) {
     RunFacts run;
     run.title = o.model + ", trained on " + o.train, run.what = o.grpo ? "reward" : "loss", run.command = o.command;
     run.units = counted(t.loader.rows.size(), t.loader.unit()), run.steps = t.steps;
-    const std::string lora =
-        o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g: ", o.lora.rank, o.lora.alpha, o.dropout);
+    const std::string whole = std::string(o.lora.embed ? ", embed_tokens" : "") + (o.lora.head ? ", lm_head" : "");
+    const std::string lora = o.full ? "" : format("LoRA rank %d, alpha %g, dropout %g%s: ", o.lora.rank, o.lora.alpha,
+                                                  o.dropout, whole.c_str());
     const std::string several = t.ranks.size > 1 ? format("%d x ", t.ranks.size) : "";
     run.lines.push_back(format("%s: %.2f M parameters, %s, %s%s%s; %s%.2f M of them trained", o.model.c_str(),
                                (double)parameters(t.c) / 1e6, type_name(t.w), several.c_str(),
@@ -117,8 +118,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         write_report(run, log, summary(run, log, t.step, elapsed()));
     };
     auto due = [&](int64_t every) { return t.step == t.steps || t.step % (every ? every : t.loader.epoch_steps) == 0; };
-    auto told_beside = [&] {
-        if (t.teacher) return format("  divergence %.4f  agreement %.3f", t.divergence, t.agreement);
+    auto told_beside = [&](const Dataset& of) {
+        if (t.distils(of)) return format("  divergence %.4f  agreement %.3f", t.divergence, t.agreement);
         return o.preference ? t.preferences.text(data.pairs()) : o.grpo ? t.rewarded.text() : std::string();
     };
     auto measure = [&] { // whether the model is better than it was at its best; of rewards `best` is the negative
@@ -134,10 +135,10 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         if (o.grpo) t.rewarded.write(w, o.rl, true);
         else w.field("eval_loss", loss);
         if (o.preference) t.preferences.write(w, "eval_", data.pairs());
-        if (t.teacher) w.field("eval_divergence", t.divergence).field("eval_agreement", t.agreement);
+        if (t.distils(*eval)) w.field("eval_divergence", t.divergence).field("eval_agreement", t.agreement);
         add_to_log(w);
         ranks.tell("step %lld/%lld  evaluation %s %.6f%s%s\n", (long long)t.step, (long long)t.steps,
-                   log.what.c_str(), value, o.grpo ? "" : told_beside().c_str(),
+                   log.what.c_str(), value, o.grpo ? "" : told_beside(*eval).c_str(),
                    loss < best ? ", the best so far" : "");
         const bool better = loss < best;
         best = std::min(loss, best);
@@ -173,9 +174,9 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
         sj::Writer w;
         w.object().field("current_steps", t.step).field("total_steps", t.steps).field("loss", t.last_loss);
         if (o.preference) t.preferences.write(w, "", data.pairs());
-        if (t.teacher) {
+        if (t.distils(data)) {
             w.field("divergence", t.divergence).field("agreement", t.agreement);
-            w.field("teacher_share", (t.teacher->time - taught) / took);
+            if (t.teacher) w.field("teacher_share", (t.teacher->time - taught) / took);
             if (t.rewarded.answers > 0) // of a step on own answers
                 for (int i : {Rewarded::LENGTH, Rewarded::CUT}) w.field(Rewarded::NAMES[i], t.rewarded.value[i]);
         }
@@ -194,7 +195,7 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
             std::string lost = ranks.size > 1 ? format("  waited %.1f%%", 100 * t.waited / (now - start)) : "";
             if (t.teacher) lost += format("  teacher %.0f%%", 100 * t.teacher->time / (now - start));
             ranks.tell("step %lld/%lld  loss %.4f%s  lr %.2e  norm %.3f  %.0f tok/s  %s%s  %.1f MB  %s left\n",
-                       (long long)t.step, (long long)t.steps, t.last_loss, told_beside().c_str(),
+                       (long long)t.step, (long long)t.steps, t.last_loss, told_beside(data).c_str(),
                        t.last_lr, t.last_norm, (double)(t.tokens_done - told_tokens) / std::max(now - told_at, 1e-9),
                        speed(t.flops / took).c_str(), lost.c_str(), (double)t.arena.size / 1e6,
                        clock_text(left).c_str());

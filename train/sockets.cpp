@@ -38,6 +38,11 @@ std::string receive_text(int fd) {
     return text;
 }
 
+void give_up_after(int fd, double s) {
+    const timeval limit = {(time_t)s, 0};
+    for (int way : {SO_RCVTIMEO, SO_SNDTIMEO}) setsockopt(fd, SOL_SOCKET, way, &limit, sizeof limit);
+}
+
 int open_socket(const std::string& host, int port, bool listening) {
     addrinfo hints = {}, *list = nullptr;
     hints.ai_socktype = SOCK_STREAM;

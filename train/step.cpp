@@ -86,7 +86,7 @@ void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, 
     preferences = {};
     const OnBatch add = [&](const Batch& b, size_t first, int R) {
         if (o.preference) sum += preferences_backward(from, &list[first], b, R, to, scale);
-        else if (teacher) distil_backward(b, R, to, scale, o.distil);
+        else if (distils(from)) distil_backward(b, R, to, scale, o.distil);
         else {
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
@@ -152,7 +152,7 @@ typename Trainer<T>::Work Trainer<T>::work_of(const From& from, const std::vecto
         }
     const int more = std::is_same_v<From, Groups> + (first_stored != nullptr) + data.labelled();
     const double passes = (o.full ? 3 : 2) + o.recompute + more, attention = 4. * c.H * c.D * c.L * pairs;
-    const double heads = (o.full ? 3 : 2) + (o.preference || o.grpo) + more;
+    const double heads = (o.full || o.lora.head ? 3 : 2) + (o.preference || o.grpo) + more;
     const double R = (double)trained_tokens(from, list), head = o.scores() ? 0 : R * c.V * c.C * heads;
     const double scores = attention * (3.5 + o.recompute + more);
     const double theirs = teacher ? teacher->flops(N, pairs, R) : 0;

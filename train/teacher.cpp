@@ -1,4 +1,4 @@
-// train/teacher.cpp: the teacher's passes, and the trainer's part with --teacher: losses and gradients of a batch.
+// train/teacher.cpp: the teacher's passes, and the trainer's part in distillation: losses and gradients of a batch.
 #include "train/teacher.h"
 #include "base/options.h" // interrupted
 #include "model/device.h"
@@ -82,26 +82,45 @@ template <class T> bool Trainer<T>::on_policy(int64_t k) const {
 // Adds up the losses of a batch in results[0], the divergences in results[2], in results[3] for how many tokens both
 // models have the same likeliest id. With `to` also computes d.normed and the head's gradient, of `scale` times the
 // sum of losses. It is loss_backward with both models' logits.
+// The teacher's distribution is computed, or reported in the rows as some outcomes.
 template <class T>
 void Trainer<T>::distil_backward(const Batch& b, int R, const Gradients<T>* to, A scale, const Distillation& how) {
     const size_t ld = (size_t)c.V * (sizeof(A) / sizeof(T));
     T* const dlogits = to ? (T*)d.logits : nullptr;
     const Distilled<A> out = {loss, divergences, agrees};
-    teacher->forward(b);
+    if (teacher) teacher->forward(b);
     if (to) clear(ctx, d.normed, (size_t)b.N * c.C);
     for (int r = 0; r < R && !interrupted; r += d.head_rows) {
         const int n = std::min(d.head_rows, R - r), *rows = loader.named + r;
-        const DistillationRows<A> of = {teacher->logits_of(rows, n), loader.target + r, how, scale, n, c.V};
         const Distilled<A> part = {out.loss + r, out.divergence + r, out.agrees + r};
         RUN(head, d.logits, d.picked, a.normed, rows, w.head, n);
-        RUN(distillation, part, dlogits, d.logits, of);
+        compare(part, to, rows, r, n, scale, how);
         if (!to) continue;
         if (to->head) RUN(linear_backward_weight, to->head, dlogits, ld, d.picked, n, c.V, c.C);
-        RUN(head_backward, d.normed, dlogits, ld, d.factor, rows, w.head, n);
+        RUN(head_backward, d.normed, dlogits, ld, ones, rows, w.head, n);
     }
     RUN(add_losses, results, out.loss, R);
     RUN(add_losses, results + 2, out.divergence, R);
     RUN(add_losses, results + 3, out.agrees, R);
+}
+
+// The losses of n rows of d.logits, from the batch's trained token `first` on; their gradients replace them.
+template <class T>
+void Trainer<T>::compare(const Distilled<A>& out, bool gradient, const int* rows, int first, int n, A scale,
+                         const Distillation& how) {
+    T* const dlogits = gradient ? (T*)d.logits : nullptr;
+    if (teacher) {
+        const DistillationRows<A> of = {teacher->logits_of(rows, n), loader.target + first, how, scale, n, c.V};
+        RUN(distillation, out, dlogits, d.logits, of);
+        return;
+    }
+    const int J = loader.outcomes, *ids = loader.outcome + (size_t)first * J;
+    const DistillationRows<A> of = {loader.log_p + (size_t)first * J, first_outcome, how, scale, n, J};
+    T* const dz = gradient ? (T*)outcomes : nullptr;
+    RUN(gather_outcomes, outcomes, tails, d.logits, ids, n, J, c.V);
+    RUN(distillation, out, dz, outcomes, of);
+    if (!gradient) return;
+    RUN(scatter_outcomes, dlogits, d.logits, dz, J * (sizeof(A) / sizeof(T)), tails, ids, n, J, c.V);
 }
 
 // Adds up the losses of this rank's own answers, and the gradients of their mean over the `all` tokens of the step: the

@@ -1,8 +1,8 @@
 // train/teacher.h: the teacher of --teacher: a model that is not trained, and its logits for a batch of the student's.
 #pragma once
 #include "base/arena.h"
+#include "model/distillation.h"
 #include "model/model_file.h"
-#include "qwen3.cu"
 #include <string>
 
 struct DistilOptions : Distillation {

@@ -104,8 +104,12 @@ template <class T> struct Trainer {
     double kl = 0;                                   // ... with --kto, of all ranks
     void make_reference();
 
-    // ---- With --teacher
+    // ---- With --teacher, or a teacher's log-probabilities in the rows
+    bool distils(const Dataset& from) const { return teacher || from.taught(); }
     A *divergences, *agrees; // (tokens)
+    A *outcomes, *tails;     // (head_rows, loader.outcomes), (head_rows): see gather_outcomes
+    int* first_outcome;      // (head_rows) zeros: the place of each token's own id
+    A* ones;                 // (head_rows) head_backward's factor
     double divergence = 0, agreement = 0; // of the last step or evaluation: means over the tokens
     bool on_policy(int64_t k) const;
     void add_own_answers(size_t all);
@@ -146,7 +150,7 @@ template <class T> struct Trainer {
     struct Part { const char* name; size_t bytes; };
     std::vector<Part> plan();
     void reserve();
-    void plan_teacher();
+    void plan_distillation();
     void plan_answers(size_t scratch);
     int positions() const { return std::max(loader.longest, questions.positions); } // of a sequence
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
@@ -186,6 +190,8 @@ template <class T> struct Trainer {
     void add_groups();
 
     void distil_backward(const Batch& b, int R, const Gradients<T>* to, A scale, const Distillation& how);
+    void compare(const Distilled<A>& out, bool gradient, const int* rows, int first, int n, A scale,
+                 const Distillation& how);
     size_t drawn_tokens();
     void set_distilled(const double* sums, size_t all);
 
@@ -194,6 +200,7 @@ template <class T> struct Trainer {
     Begun check_state(const char* name, const Metadata& metadata) const;
 };
 
-// The settings of a run: if any of them differs, --resume refuses.
+// The settings of a run: if any of them differs, --resume refuses. (The model's hash covers --rope-scaling.) test_train
+// lists every option under them or not.
 std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dataset& data, int64_t steps,
                          const char* type);

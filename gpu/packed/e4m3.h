@@ -33,9 +33,10 @@ struct E4M3Plan : HopperPlan {
     }
 };
 
-// The product of such a W up to the order of sums, without anything unpacked.
+// The product of such a W up to the order of sums, without anything unpacked. output: see norm_product_gpu.
 template <class Epilogue>
-void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Linear<bf16>& W, int N) {
+void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Linear<bf16>& W, int N,
+                  E4M3Rows* output = nullptr) {
     TileArgs p = {(const bf16*)x.q, (const bf16*)W.q[0], N, W.in / 2, Epilogue::PAIR ? W.rows[0] : W.out()};
     p.x_scale = x.scale, p.W_scale = (const float*)W.scale[0], p.pitch = x.pitch;
     if (!ctx.gpu->hopper) return e4m3_tile_product(ctx, p, epilogue);
@@ -50,8 +51,8 @@ void e4m3_product(Context& ctx, Epilogue epilogue, const E4M3Rows& x, const Line
         case 8: return launch_hopper<Hopper32x64, false, false, true>(ctx, p, epilogue);
     }
     if constexpr (std::is_same_v<Epilogue, SwigluEpilogue>)
-        if (p.splits == 1 && !epilogue.gate_up && p.out % FP8_GROUP == 0)
-            if (const E4M3Rows to = round_ahead(ctx, epilogue.out, N, p.out, e4m3_bytes(N, W.in)); to.q)
+        if (output && p.splits == 1 && !epilogue.gate_up && p.out % FP8_GROUP == 0)
+            if (const E4M3Rows to = *output = output_rows(ctx, N, p.out, e4m3_bytes(N, W.in)); to.q)
                 return launch_hopper<Hopper128x256, false, false, true>(ctx, p, RoundedSwigluEpilogue(epilogue, to));
     launch_hopper<Hopper128x256, false, false, true>(ctx, p, epilogue);
 }

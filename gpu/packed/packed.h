@@ -42,15 +42,16 @@ template <class Use> void each_part(Context& ctx, const Linear<bf16>& W, bool co
 bool rounds_activations(const Context& ctx, const Linear<bf16>& W, int N);
 // Scratch for `rows` tokens.
 void plan_rounded(Context& ctx, Arena& arena, const Config& c, int rows);
-// Address of x as e4m3: the beginning of the scratch, or its end if the product that computed x left it there, since
-// that product's own x was at the beginning.
+// Address of x as e4m3: the beginning of the scratch; or its end for a product's output, since the product's own x is at
+// the beginning.
 size_t e4m3_bytes(int N, int in); // bytes, then scales
 E4M3Rows first_rows(Context& ctx, int N, int in);
 E4M3Rows last_rows(Context& ctx, int N, int in);
 // Place for the output of a product of `used` bytes of x, in addition to the normal output; null: there is no room.
-E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t used);
+E4M3Rows output_rows(Context& ctx, int N, int out, size_t used);
 // x rounded, in the scratch: valid until the next call.
-const bf16* rounded(Context& ctx, const bf16* x, int N, int in);
+const bf16* round_to_bf16(Context& ctx, const bf16* x, int N, int in);
+// x as e4m3, in the scratch: valid until the next call.
 E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in);
 // To e4m3 at `to`; or to bf16 in the scratch.
 template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const bf16* x, int N, int in);

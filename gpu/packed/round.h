@@ -1,13 +1,18 @@
-// gpu/packed/round.h: FP8 activations: rows of e4m3 numbers, and how they are rounded.
+// gpu/packed/round.h: FP8 activations: how rows become e4m3 (E4M3Rows, model/gpu_ops.h).
 #pragma once
 #include "qwen3.cu"
 
-// ---- Activations (N,in) as e4m3 and their groups' scales (groups, pitch), see model/fp8_activations.h.
-struct E4M3Rows {
-    uint8_t* q = nullptr;
-    float* scale = nullptr;
-    int pitch = 0;
-};
+#ifdef __CUDACC__ // (an emulation has its own)
+__device__ inline uint32_t pack_e4m3(float first, float second) { // the first in the lower byte; see float_to_e4m3
+#if __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
+    return pair;
+#else
+    return float_to_e4m3(first) | (uint32_t)float_to_e4m3(second) << 8;
+#endif
+}
+#endif
 // `largest`: the bits of a group's largest number, without sign; from 0x7f80 on it is not finite.
 struct GroupRounding {
     float by, factor;
@@ -23,7 +28,7 @@ __device__ __forceinline__ uint32_t larger(uint32_t largest, uint32_t pair) {
     return max(largest, max(pair & 0x7fff, pair >> 16 & 0x7fff));
 }
 template <int LANES> __device__ __forceinline__ uint32_t largest_of(uint32_t largest) { // neighbours, for all of them
-    #pragma unroll
+    GPU_UNROLL
     for (int other = LANES / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
     return largest;
 }

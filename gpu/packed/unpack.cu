@@ -33,8 +33,8 @@ void plan_rounded(Context& ctx, Arena& arena, const Config& c, int rows) {
     ctx.gpu->rounded_numbers = (size_t)(rows + 127) / 128 * 128 * std::max({c.C, c.H * c.D, c.F});
     ctx.gpu->rounded = arena.take<bf16>(ctx.gpu->rounded_numbers);
 }
-// Address of x as e4m3: the beginning of the scratch, or its end if the product that computed x left it there, since
-// that product's own x was at the beginning.
+// Address of x as e4m3: the beginning of the scratch; or its end for a product's output, since the product's own x is at
+// the beginning.
 size_t e4m3_bytes(int N, int in) { // bytes, then scales
     const size_t pitch = (size_t)(N + 127) / 128 * 128, groups = (size_t)(in + FP8_GROUP - 1) / FP8_GROUP;
     return ((size_t)N * in + 127) / 128 * 128 + groups * pitch * sizeof(float);
@@ -54,9 +54,8 @@ E4M3Rows last_rows(Context& ctx, int N, int in) {
     return e4m3_at((uint8_t*)(ctx.gpu->rounded + ctx.gpu->rounded_numbers) - e4m3_bytes(N, in), N, in);
 }
 // Place for the output of a product of `used` bytes of x, in addition to the normal output; null: there is no room.
-E4M3Rows round_ahead(Context& ctx, const bf16* output, int N, int out, size_t used) {
+E4M3Rows output_rows(Context& ctx, int N, int out, size_t used) {
     if (used + e4m3_bytes(N, out) > 2 * ctx.gpu->rounded_numbers) return {};
-    ctx.gpu->ahead = {output, N, out};
     return last_rows(ctx, N, out);
 }
 template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const bf16* x, int N, int in) {
@@ -66,15 +65,12 @@ template <bool E4M3> void launch_round(Context& ctx, const E4M3Rows& to, const b
 }
 template void launch_round<true>(Context&, const E4M3Rows&, const bf16*, int, int);
 // x rounded, in the scratch: valid until the next call.
-const bf16* rounded(Context& ctx, const bf16* x, int N, int in) {
+const bf16* round_to_bf16(Context& ctx, const bf16* x, int N, int in) {
     need_rounding_room(ctx, (size_t)N * in * sizeof(bf16), N, in);
     launch_round<false>(ctx, {}, x, N, in);
     return ctx.gpu->rounded;
 }
 E4M3Rows e4m3_rows(Context& ctx, const bf16* x, int N, int in) {
-    const auto ahead = ctx.gpu->ahead;
-    ctx.gpu->ahead = {};
-    if (ahead.x == x && ahead.N == N && ahead.in == in) return last_rows(ctx, N, in);
     const E4M3Rows to = first_rows(ctx, N, in);
     launch_round<true>(ctx, to, x, N, in);
     return to;

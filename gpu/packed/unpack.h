@@ -1,6 +1,7 @@
 // gpu/packed/unpack.h: kernels that unpack weights, look up packed embeddings and round activations.
 #pragma once
 #include "gpu/packed/formats.h"
+#include "gpu/packed/round.h"
 #include "qwen3.cu"
 
 // ========================================================================================== 3 Many tokens, embedding

@@ -73,7 +73,7 @@ Batcher::Batcher(const std::string& in, const std::string& out, const std::strin
       header(header_of(depends, adapters)) {
     for (size_t i = 0; i < rows.size(); i++) by_id[rows[i].custom_id] = i;
     auto exists = [&] { return access(out.c_str(), F_OK) == 0; };
-    if (exists()) DIE("%s: exists; remove it or name another file", out.c_str());
+    must_not_exist(out);
     file.reset(fopen(partial.c_str(), "a+b"));
     struct stat st;
     if (!file) DIE("%s: %s", partial.c_str(), strerror(errno));

@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "base/temporary.h"
+#include "base/text.h"
 #include "book/arguments.h"
 #include "book/read_book.h"
 #include "server/api/limits.h"
@@ -42,6 +43,7 @@ std::string converted_document(const std::string& name, std::string_view bytes, 
                                double limit) {
     if (name.empty() || name.size() > MAX_NAME || name.find('\0') != name.npos)
         throw Refusal(400, format("name must have 1 to %zu bytes", MAX_NAME), "name");
+    if (invalid_utf8(name) != name.npos) throw Refusal(400, "name: invalid UTF-8", "name");
     if (bytes.empty()) throw Refusal(400, name + ": it is empty");
     book::Reading how = {"auto", "", false, [](auto&) {}, stop, limit};
     const std::string temporary = file_for(name, bytes);

@@ -31,15 +31,10 @@ static void read_block(Turns& turns, const std::string& role, sj::Value block) {
     }
 }
 
-std::string chat_of_message(const Fields& f, bool counting) {
-    refuse_unknown(f, {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
-                       "metadata", "service_tier", "speed", "output_config", "cache_control"});
-    refuse_values(f, {{"service_tier", {"\"auto\"", "\"standard_only\""}}, {"speed", {"\"standard\"", "\"fast\""}}});
-    Turns turns{"messages"};
-    if (f["system"]) turns.all.push_back({"system", Turns{"system"}.text_of(f["system"], {"text"})});
-    if (!f["messages"].is(sj::Array) || f["messages"].size() == 0) turns.refuse("not a list of messages");
-    bool prefix = false; // the last message is the assistant's: the answer continues it
-    for (sj::Value message : f["messages"].items()) {
+// The messages to turns. True if the last one is the assistant's: the answer continues it.
+static bool read_messages(Turns& turns, sj::Value messages) {
+    bool prefix = false;
+    for (sj::Value message : messages.items()) {
         const std::string role = turns.known_role(message["role"].str(), {"user", "assistant", "system"});
         prefix = role == "assistant";
         turns.all.push_back({role});
@@ -52,6 +47,48 @@ std::string chat_of_message(const Fields& f, bool counting) {
             turns.all.size() > 1 && turns.all[turns.all.size() - 2].role == "tool")
             turns.all.pop_back(); // the turn held only tool results
     }
+    return prefix;
+}
+
+// `thinking`'s type. `arguments`: chat_template_kwargs, which may not be given beside it.
+static void write_thinking(sj::Writer& w, const std::string& type, sj::Value arguments) {
+    if (type != "adaptive" && type != "disabled")
+        throw Refusal(400, "thinking: only the types adaptive and disabled are supported", "thinking");
+    if (!arguments)
+        w.key("chat_template_kwargs").object().field("enable_thinking", type == "adaptive").end();
+    else throw Refusal(400, "thinking and chat_template_kwargs say the same", "thinking");
+}
+
+static void write_tools(sj::Writer& w, sj::Value tools) {
+    if (!tools.is(sj::Array)) throw Refusal(400, "tools must be a list", "tools");
+    w.key("tools").array();
+    for (sj::Value tool : tools.items()) {
+        if (tool["type"].str("custom") != "custom" || !tool["input_schema"].is(sj::Object))
+            throw Refusal(400, "tools: only those of type \"custom\" with an input_schema are supported", "tools");
+        write_tool(w, tool, "input_schema");
+    }
+    w.end();
+}
+
+static void write_tool_choice(sj::Writer& w, const Fields& choice) {
+    const std::string type = choice.text("type"), name = choice.text("name");
+    if (type == "tool")
+        w.key("tool_choice").object().field("type", "function").key("function").object()
+            .field("name", name).end().end();
+    else if (type == "any" || type == "auto" || type == "none")
+        w.field("tool_choice", type == "any" ? "required" : type);
+    else throw Refusal(400, "tool_choice: the type must be auto, any, tool or none", "tool_choice");
+    if (choice.boolean("disable_parallel_tool_use", false)) w.field("parallel_tool_calls", false);
+}
+
+std::string chat_of_message(const Fields& f, bool counting) {
+    refuse_unknown(f, {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking",
+                       "metadata", "service_tier", "speed", "output_config", "cache_control"});
+    refuse_values(f, {{"service_tier", {"\"auto\"", "\"standard_only\""}}, {"speed", {"\"standard\"", "\"fast\""}}});
+    Turns turns{"messages"};
+    if (f["system"]) turns.all.push_back({"system", Turns{"system"}.text_of(f["system"], {"text"})});
+    if (!f["messages"].is(sj::Array) || f["messages"].size() == 0) turns.refuse("not a list of messages");
+    const bool prefix = read_messages(turns, f["messages"]);
 
     sj::Writer w;
     w.object();
@@ -65,13 +102,7 @@ std::string chat_of_message(const Fields& f, bool counting) {
     if (prefix) w.field("continue_final_message", true);
     members_of(f, "metadata", {"user_id"}).text("user_id");
     const Fields thinking = members_of(f, "thinking", {"type"}), config = members_of(f, "output_config", {"format"});
-    if (const std::string type = thinking.text("type"); f["thinking"]) {
-        if (type != "adaptive" && type != "disabled")
-            throw Refusal(400, "thinking: only the types adaptive and disabled are supported", "thinking");
-        if (!f["chat_template_kwargs"])
-            w.key("chat_template_kwargs").object().field("enable_thinking", type == "adaptive").end();
-        else throw Refusal(400, "thinking and chat_template_kwargs say the same", "thinking");
-    }
+    if (f["thinking"]) write_thinking(w, thinking.text("type"), f["chat_template_kwargs"]);
     if (const sj::Value form = config["format"]) {
         if (form["type"].str() != "json_schema")
             throw Refusal(400, "output_config: format must be a json_schema", "output_config");
@@ -79,27 +110,9 @@ std::string chat_of_message(const Fields& f, bool counting) {
         w.text += form.raw();
         w.end();
     }
-    if (const sj::Value tools = f["tools"]) {
-        if (!tools.is(sj::Array)) throw Refusal(400, "tools must be a list", "tools");
-        w.key("tools").array();
-        for (sj::Value tool : tools.items()) {
-            if (tool["type"].str("custom") != "custom" || !tool["input_schema"].is(sj::Object))
-                throw Refusal(400, "tools: only those of type \"custom\" with an input_schema are supported", "tools");
-            write_tool(w, tool, "input_schema");
-        }
-        w.end();
-    }
-    if (f["tool_choice"]) {
-        const Fields choice = members_of(f, "tool_choice", {"type", "name", "disable_parallel_tool_use"});
-        const std::string type = choice.text("type"), name = choice.text("name");
-        if (type == "tool")
-            w.key("tool_choice").object().field("type", "function").key("function").object()
-                .field("name", name).end().end();
-        else if (type == "any" || type == "auto" || type == "none")
-            w.field("tool_choice", type == "any" ? "required" : type);
-        else throw Refusal(400, "tool_choice: the type must be auto, any, tool or none", "tool_choice");
-        if (choice.boolean("disable_parallel_tool_use", false)) w.field("parallel_tool_calls", false);
-    }
+    if (const sj::Value tools = f["tools"]) write_tools(w, tools);
+    if (f["tool_choice"])
+        write_tool_choice(w, members_of(f, "tool_choice", {"type", "name", "disable_parallel_tool_use"}));
     turns.write(w);
     return w.end().text;
 }

@@ -117,7 +117,12 @@ bool DiskPages::use(const Digest& key) {
 
 bool DiskPages::wants(const Digest& key) const {
     std::lock_guard guard(mutex);
-    return !index.count(key) && !coming.count(key) && seconds() >= retry;
+    return !index.count(key) && !coming.count(key);
+}
+
+bool DiskPages::may_write() const {
+    std::lock_guard guard(mutex);
+    return owned && seconds() >= retry;
 }
 
 void DiskPages::read(const Digest& key, Bytes to, size_t bytes, size_t number, std::shared_ptr<PageInbox> inbox) {
@@ -168,16 +173,20 @@ void DiskPages::write_all() {
         std::vector<Digest> marked;
         {
             std::unique_lock guard(mutex);
-            writes_news.wait(guard, [&] { return closing || !writes.empty() || !used.empty(); });
-            if (closing && (writes.empty() || seconds() > last)) return;
+            const auto pause = std::chrono::duration<double>(TAKE_OVER);
+            if (owned && writes.empty())
+                writes_news.wait(guard, [&] { return closing || !writes.empty() || !used.empty(); });
+            else if (seconds() < retry) writes_news.wait_for(guard, pause, [&] { return closing; });
+            if (closing && (writes.empty() || write_fault || seconds() > last)) return;
             marked.swap(used);
-            if (!writes.empty()) w = std::move(writes.front()), writes.pop_front();
+            if (!writes.empty() && seconds() >= retry) w = std::move(writes.front()), writes.pop_front();
         }
         for (auto& key : marked) utimensat(AT_FDCWD, path(key).c_str(), nullptr, 0); // their order, for a restart
+        const bool done = w.from ? store(w) : (own(), true);
         if (!w.from) continue;
-        store(w);
         std::lock_guard guard(mutex);
-        coming.erase(w.key);
+        if (done) coming.erase(w.key);
+        else writes.push_front(std::move(w));
     }
 }
 
@@ -221,17 +230,18 @@ bool DiskPages::load(const Digest& key, uint8_t* to, size_t bytes) {
     return good;
 }
 
-void DiskPages::store(const Write& w) {
-    if (!own()) return;
-    if (has(w.key)) return; // (own() may have found it: another server wrote it)
+bool DiskPages::store(const Write& w) {
+    if (!own()) return false;
+    if (has(w.key)) return true; // (own() may have found it: another server wrote it)
     Header h{};
     h.key = w.key, h.bytes = w.bytes, h.sum = checksum(0, w.from.get(), w.bytes);
     const size_t size = sizeof h + w.bytes;
-    if (size > limit) return cannot_write("a page is larger than --cache-size");
+    if (size > limit) return cannot_write("a page is larger than --cache-size"), true;
     make_room(size);
     const std::string name = path(w.key), temporary = name + format(".tmp%d", (int)getpid());
+    const Unfinished unfinished(temporary);
     const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd < 0) return cannot_write(strerror(errno));
+    if (fd < 0) return cannot_write(strerror(errno)), false;
     // (Not flushed to the disk: a page lost to a power failure is found by its checksum.)
     const iovec parts[] = {{&h, sizeof h}, {w.from.get(), w.bytes}};
     const ssize_t n = writev(fd, parts, 2);
@@ -240,12 +250,13 @@ void DiskPages::store(const Write& w) {
     if (!fault && rename(temporary.c_str(), name.c_str()) != 0) fault = errno;
     if (fault) {
         unlink(temporary.c_str());
-        return cannot_write(strerror(fault));
+        return cannot_write(strerror(fault)), false;
     }
     std::lock_guard guard(mutex);
     index[w.key] = entries.insert(entries.end(), {w.key, size, seconds()});
     count.pages++, count.bytes += size, count.written += w.bytes;
     write_fault = false;
+    return true;
 }
 
 void DiskPages::make_room(size_t bytes) {
@@ -279,10 +290,10 @@ void DiskPages::cannot_read(int fault) {
     tell(format("%s: %s: its pages are computed again", folder.c_str(), strerror(fault)));
 }
 
-void DiskPages::cannot_write(const std::string& why) {
+void DiskPages::cannot_write(const std::string& why, double pause) {
     {
         std::lock_guard guard(mutex);
-        retry = seconds() + RETRY;
+        retry = seconds() + pause;
         if (std::exchange(write_fault, true)) return;
     }
     tell(format("%s: %s: no pages are written", folder.c_str(), why.c_str()));
@@ -293,10 +304,11 @@ bool DiskPages::own() {
     if (seconds() < retry) return false;
     if (lock < 0) lock = open((folder + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     const bool got = lock >= 0 && flock(lock, LOCK_EX | LOCK_NB) == 0;
-    if (!got) return cannot_write(errno == EWOULDBLOCK ? "another server has this cache" : strerror(errno)), false;
+    if (!got && errno == EWOULDBLOCK) return cannot_write("another server has this cache", TAKE_OVER), false;
+    if (!got) return cannot_write(strerror(errno)), false;
     {
         std::lock_guard guard(mutex);
-        owned = true;
+        owned = true, write_fault = false;
     }
     find_files();
     return true;

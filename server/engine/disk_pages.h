@@ -58,9 +58,10 @@ struct PageInbox {
 //
 // A file is trusted only after its header and checksum have been compared. (They protect against damage. A forged file
 // can make the model say anything.) A damaged file is removed, but never one without our name and our magic. One
-// server at a time writes and removes (flock); others on the same folder only read, until it ends.
+// server at a time writes and removes (flock); others on the same folder only read, until it ends and one takes over.
 struct DiskPages {
-    static constexpr double RETRY = 10, LAST = 5; // seconds: between attempts after a fault; to write at the end
+    // Seconds: between attempts after a fault, and to take over from another server; to write at the end.
+    static constexpr double RETRY = 10, TAKE_OVER = 0.5, LAST = 5;
     struct Counts {
         uint64_t pages = 0, bytes = 0;                            // of the folder's files
         uint64_t read = 0, written = 0, removed = 0, damaged = 0; // since the start: bytes, bytes; pages, pages
@@ -79,7 +80,8 @@ struct DiskPages {
 
     bool has(const Digest& key) const;
     bool use(const Digest& key);         // the same; the page is now the most recently used
-    bool wants(const Digest& key) const; // whether it would be written
+    bool may_write() const;              // false: another server has the folder, or writing failed just now
+    bool wants(const Digest& key) const; // whether it is neither there nor on its way
     void read(const Digest& key, Bytes to, size_t bytes, size_t number, std::shared_ptr<PageInbox> inbox);
     void write(const Digest& key, Bytes from, size_t bytes);
     Counts counts() const;
@@ -127,13 +129,13 @@ struct DiskPages {
     void read_all();
     void write_all();
     bool load(const Digest& key, uint8_t* to, size_t bytes);
-    void store(const Write& w);
+    bool store(const Write& w); // false: to be tried again
     bool own();
     void find_files();
     void make_room(size_t bytes);
     void forget(const Digest& key);
     void cannot_read(int fault);
-    void cannot_write(const std::string& why);
+    void cannot_write(const std::string& why, double pause = RETRY);
 };
 
 } // namespace server

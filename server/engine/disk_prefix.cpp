@@ -108,16 +108,18 @@ void Scheduler::may_save(Sequence& q) {
     if (disk->fresh.size() > pool.pages.size()) disk->fresh.pop_front();
 }
 
-bool Scheduler::save_pages() {
-    if (!disk) return false;
+double Scheduler::save_pages() {
+    constexpr double SOON = 0.001; // until a buffer is free
+    if (!disk || (disk->proven.empty() && disk->fresh.empty())) return 0;
+    if (!disk->files.may_write()) return DiskPages::TAKE_OVER; // they wait; those that leave the memory are skipped
     size_t left = 8; // on a CPU the copies take time from the next step
     for (auto* line : {&disk->proven, &disk->fresh}) {
-        if (line == &disk->fresh && busy()) return true;
+        if (line == &disk->fresh && busy()) return SOON;
         while (!line->empty()) {
             const DiskPrefix::Unsaved one = line->front();
             if (pool.pages[(size_t)one.page].name == one.name && disk->files.wants(one.key)) {
                 Bytes buffer;
-                if (left-- == 0 || !(buffer = disk->out.take())) return true;
+                if (left-- == 0 || !(buffer = disk->out.take())) return SOON;
                 uint8_t* const to = buffer.get();
                 copy_page(one.page, to, true, [files = &disk->files, one, buffer = std::move(buffer),
                                                bytes = disk->bytes] { files->write(one.key, buffer, bytes); });
@@ -125,7 +127,7 @@ bool Scheduler::save_pages() {
             line->pop_front();
         }
     }
-    return false;
+    return 0;
 }
 
 } // namespace server

@@ -25,13 +25,13 @@ bool Scheduler::busy() const {
 }
 
 void Scheduler::run(ThreadPace& pace) {
-    for (bool unsaved = false;;) {
+    for (double unsaved = 0;;) { // s until save_pages is called again; 0: nothing is to be saved
         bool idle;
         {
             std::unique_lock lock(desk.mutex);
             auto called = [&] { return !window.inbox.empty() || !window.handed.empty() || busy(); };
             auto woken = [&] { return desk.closed || called(); };
-            if (unsaved) desk.news.wait_for(lock, std::chrono::milliseconds(1), woken); // until a buffer is free
+            if (unsaved > 0) desk.news.wait_for(lock, std::chrono::duration<double>(unsaved), woken);
             else desk.news.wait(lock, woken);
             idle = !called();
             if (idle && desk.closed) break;
@@ -47,10 +47,12 @@ void Scheduler::run(ThreadPace& pace) {
         if (paced) pace.end();
         if (only_reads()) disk->wait();
     }
-    for (const double end = seconds() + DiskPages::LAST; save_pages() && seconds() < end;) usleep(500);
+    double unsaved; // (what another server has is not waited for)
+    for (const double end = seconds() + DiskPages::LAST;
+         (unsaved = save_pages()) > 0 && unsaved < DiskPages::TAKE_OVER && seconds() < end;) usleep(500);
 }
 
-bool Scheduler::step() {
+double Scheduler::step() {
     take_jobs();
     read_pages();
     Step next = plan_step();

@@ -57,8 +57,8 @@ struct Scheduler {
 
     // One step: takes new jobs, computes, hands out tokens. On a GPU these are the tokens of the previous step: the GPU
     // computes this one while the host processes them.
-    // Returns whether pages for the disk are left.
-    bool step();
+    // Returns the value of save_pages.
+    double step();
 
     // After a fault of this engine: moves all unfinished jobs to other engines, as if preempted here. False: there is
     // no other engine. (With adapters there is none: they are on one GPU.)
@@ -192,8 +192,9 @@ struct Scheduler {
     void read_pages();
 
     // Sends pages of prompts to the disk: those that a second prompt began with always, the others if nothing else is
-    // to do. (So a server under load writes only pages that are worth it.) True: some are left.
-    bool save_pages();
+    // to do. (So a server under load writes only pages that are worth it.) Returns the seconds until the next call; 0:
+    // none is left.
+    double save_pages();
     void find_keys(Sequence& q) const;
     void may_save(Sequence& q); // its last named page
     void used_pages(Sequence& q, size_t found); // that were in memory

@@ -1,5 +1,6 @@
 // watch.cpp: deadlines, lost peers, and shutdown.
 #include "base/error.h"
+#include "base/unfinished.h"
 #include "server/engine/reply.h"
 #include "server/http/exchange.h"
 #include "server/http/log.h"
@@ -75,7 +76,7 @@ void Server::drain() {
     if (answering == 0) return;
     fprintf(stderr, "%zu requests are abandoned\n", answering.load());
     for (const double end = seconds() + 5; answering > 0 && seconds() < end; usleep(50'000)) abandon();
-    if (answering > 0) _exit(1); // the library must not be stopped while it holds any
+    if (answering > 0) leave(1); // the library must not be stopped while it holds any
 }
 void Server::abandon() {
     std::vector<std::shared_ptr<Reply>> replies;

@@ -390,6 +390,36 @@ TEST_CASE("distillation: losses, agreement and the gradient in place") {
         }
 }
 
+TEST_CASE("outcomes: gathered logits, tails, and the gradient in place") {
+    Random random{19};
+    Scratchpad pad;
+    for (int V : {72, 4104, 151936}) {
+        INFO("V " << V);
+        const int R = 5, J = 24;
+        std::vector<float> s = random.fill<float>((size_t)R * V, 5);
+        std::vector<int> id((size_t)R * J, -1);
+        for (int r = 0; r < R; r++)
+            for (int j = 0; j < J - 1 - 4 * r; j++) id[(size_t)(r * J + j)] = (7 * j + r) % V; // distinct
+        std::vector<double> wide(s.begin(), s.end()), want_z((size_t)R * J), want_tail(R), dz((size_t)R * J);
+        gather_outcomes<double>(want_z.data(), want_tail.data(), wide.data(), id.data(), R, J, V);
+        std::vector<bf16> stored((size_t)R * J);
+        for (size_t i = 0; i < dz.size(); i++) stored[i] = to_bf16((float)(i % 7) / 7 - 0.5f), dz[i] = to_acc(stored[i]);
+        std::vector<double> want = wide;
+        scatter_outcomes<double>(want.data(), want.data(), dz.data(), J, want_tail.data(), id.data(), R, J, V);
+        Device<float> logits(s), z(R * J), tail(R);
+        const Device<int> ids(id);
+        const Device<bf16> device_dz(stored);
+        gather_outcomes_gpu(pad.ctx, z, tail, logits, ids, R, J, V);
+        CHECK(wrong(z.get(), want_z, [&](size_t i) { return 2e-6 * (1 + std::fabs(want_z[i])); }) == 0);
+        CHECK(wrong(tail.get(), want_tail, [&](size_t r) { return 2e-6 * (1 + std::fabs(want_tail[r])); }) == 0);
+        scatter_outcomes_gpu(pad.ctx, (bf16*)logits.data, logits, device_dz, J, tail, ids, R, J, V);
+        const std::vector<float> both = logits.get();
+        std::vector<bf16> gradient((size_t)R * V);
+        for (int r = 0; r < R; r++) memcpy((void*)&gradient[(size_t)r * V], &both[(size_t)r * V], V * sizeof(bf16));
+        CHECK(wrong(gradient, want, [&](size_t i) { return 1.1 * rounding<bf16>(want[i]) + 1e-6; }) == 0);
+    }
+}
+
 #ifndef QWEN3_PORTABLE
 TEST_CASE("what epilogues hand to the TMA in boxes is what they store, and nothing past the ends is written") {
     if (!gpu().gpu->hopper) return;

@@ -4,7 +4,7 @@
 #   make dist && tests/reference/check_dist.sh /tmp/root build/dist
 # 1. SHA256SUMS holds. 2. In a root with libc6 and its libgcc-s1 alone, and in ROOT, every program starts: qwen3
 # gives the default model's answers; serve answers by HTTP; train_lora trains and qwen3 loads its adapter; datagen cuts a
-# page into chunks. 3. aarch64 programs answer under qemu-user. 4. pip installs the wheel into a virtual environment; the
+# page into chunks. 3. aarch64 programs start and answer under qemu-user, in such a first root. 4. pip installs the wheel into a virtual environment; the
 # package answers, streams and refuses; its types hold (mypy --strict).
 set -eu
 root=$1
@@ -24,10 +24,10 @@ echo "checksums: all $(wc -l <"$dist/SHA256SUMS") hold"
 
 # A root with nothing but the C library and libgcc_s (glibc loads it where a thread ends), and one of Debian's minimal
 # variant.
-mkdir -p "$work/libc/tmp" "$work/libc/dev" "$work/libc/proc"
-for package in libc6 libgcc-s1; do
-    dpkg-deb -x "$here/build/glibc2.31/x86_64/packages/$package"_*.deb "$work/libc"
-done
+bare() { # FOLDER MACHINE
+    mkdir -p "$1/tmp" "$1/dev" "$1/proc"
+    for package in libc6 libgcc-s1; do dpkg-deb -x "$here/build/glibc2.31/$2/packages/$package"_*.deb "$1"; done
+}
 
 ask() { python3 - "$here" "$@" <<'END'
 import json, pathlib, subprocess, sys
@@ -41,6 +41,7 @@ END
 }
 for archive in "$dist"/qwen3-*-linux-x86_64.tar.gz "$dist"/qwen3-*-linux-x86_64-cuda.tar.gz; do
     [ -e "$archive" ] || continue
+    [ -e "$work/libc" ] || bare "$work/libc" x86_64
     name=$(basename "$archive" .tar.gz)
     for where in "$work/libc" "$root"; do
         rm -rf "${where:?}/$name"
@@ -76,11 +77,21 @@ for archive in "$dist"/qwen3-*-linux-x86_64.tar.gz "$dist"/qwen3-*-linux-x86_64-
 done
 for archive in "$dist"/qwen3-*-linux-aarch64.tar.gz; do
     [ -e "$archive" ] || continue
-    tar -C "$work" -xzf "$archive"
-    printf '%s under qemu-user: ' "$(basename "$archive")"
-    ask qemu-aarch64-static -L "$here/build/glibc2.31/aarch64/root" "$work/$(basename "$archive" .tar.gz)/bin/qwen3" "$here/data/tiny/model.bin"
+    arm=$work/arm name=$(basename "$archive" .tar.gz)
+    bare "$arm" aarch64
+    cp "$(command -v qemu-aarch64-static)" "$arm/qemu"
+    mknod -m 666 "$arm/dev/urandom" c 1 9 # (a seed; x86-64 has an instruction for it)
+    tar -C "$arm" -xzf "$archive"
+    mounted=$arm/proc
+    mount -t proc proc "$mounted"
+    for program in serve train_lora datagen; do chroot "$arm" /qemu "/$name/bin/$program" --version >/dev/null; done
+    printf '%s under qemu-user: ' "$name"
+    ask chroot "$arm" /qemu "/$name/bin/qwen3" "/$name/tiny/model.bin"
+    umount "$mounted"
+    mounted=
 done
 
+[ -e "$(echo "$dist"/qwen3-[0-9]*_x86_64.whl)" ] || exit 0
 python3 -m venv "$work/venv"
 "$work/venv/bin/pip" install -q "$dist"/qwen3-[0-9]-*_x86_64.whl mypy
 cat >"$work/use.py" <<'END'

@@ -8,7 +8,10 @@ ops    rows of random logits of a student and a teacher: GKDTrainer's divergence
        with the cross entropy of a target by several weights, and the gradient by the student's logits, in float64
 batch  the loss of GKDTrainer for train/tied as the student and train/untied as the teacher on given answers to prompts of
        random tokens, padded, and its gradients; with a weight below 1 and a temperature the same by PyTorch. In float32.
+outcomes  the same losses where the teacher gives the log-probabilities of some ids only, and all others are one outcome; by
+       PyTorch, in float64
 """
+import math
 import os
 from types import SimpleNamespace
 
@@ -41,6 +44,38 @@ def make_ops():
         (scale * loss.sum()).backward()
         golden["cases"].append({**names(case), "divergence": divergence.tolist(), "loss": loss.tolist(), "gradient": x.grad.flatten().tolist()})
     fixtures.write_golden(ROOT + "/ops.json", golden)
+
+
+def make_outcomes():
+    torch.manual_seed(5)
+    J, scale = 8, 0.3
+    student, teacher = (2 * torch.randn(R, V)).double(), (2 * torch.randn(R, V)).double()
+    ids = [torch.randperm(V)[:n].tolist() for n in (7, 4, 1)]  # the token itself first
+    log_p = [F.log_softmax(t, -1)[i] for t, i in zip(teacher, ids)]
+    log_p[2] = torch.zeros(1).double()  # a token that is certain
+    tails = [math.log(max(1 - p.exp().sum().item(), 1e-7)) for p in log_p]
+    golden = {"J": J, "V": V, "student": student.flatten().tolist(), "ids": ids, "log_p": [p.tolist() for p in log_p], "scale": scale, "cases": []}
+    for case in CASES:
+        beta, temperature, weight = case
+        x = student.clone().requires_grad_()
+        losses, divergences = [], []
+        for row, some, p, tail in zip(x, ids, log_p, tails):
+            log_q = F.log_softmax(row, -1)
+            rest = torch.ones(V, dtype=torch.bool)
+            rest[some] = False
+            q = F.log_softmax(torch.cat([log_q[some], log_q[rest].logsumexp(0, keepdim=True)]) / temperature, -1)
+            p = F.log_softmax(torch.cat([p, torch.tensor([tail]).double()]) / temperature, -1)
+            kl = lambda a, b: (a.exp() * (a - b)).sum()
+            if beta in (0, 1):
+                d = kl(p, q) if beta == 0 else kl(q, p)
+            else:
+                m = torch.stack([p + math.log(beta), q + math.log(1 - beta)]).logsumexp(0)
+                d = beta * kl(p, m) + (1 - beta) * kl(q, m)
+            divergences.append(d)
+            losses.append(weight * d - (1 - weight) * log_q[some[0]])
+        (scale * sum(losses)).backward()
+        golden["cases"].append({**names(case), "divergence": [d.item() for d in divergences], "loss": [l.item() for l in losses], "gradient": x.grad.flatten().tolist()})
+    fixtures.write_golden(ROOT + "/outcomes.json", golden)
 
 
 def make_batch():
@@ -80,4 +115,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.makedirs(ROOT, exist_ok=True)
     make_ops()
+    make_outcomes()
     make_batch()

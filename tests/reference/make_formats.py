@@ -243,11 +243,7 @@ def gguf_name(name):
     return f"blk.{layer}.{NAMES[rest[:-len('.weight')]]}.weight"
 
 
-def write_gguf(path, f, w, kinds, tokenizer=None, alignment=None):
-    out = gguf.GGUFWriter(path, "qwen3")
-    out.add_name(os.path.basename(path))
-    if alignment:
-        out.add_custom_alignment(alignment)
+def add_shape(out, f):
     out.add_block_count(f["L"])
     out.add_context_length(4096)
     out.add_embedding_length(f["C"])
@@ -258,6 +254,14 @@ def write_gguf(path, f, w, kinds, tokenizer=None, alignment=None):
     out.add_value_length(f["D"])
     out.add_rope_freq_base(f["theta"])
     out.add_layer_norm_rms_eps(f["eps"])
+
+
+def write_gguf(path, f, w, kinds, tokenizer=None, alignment=None):
+    out = gguf.GGUFWriter(path, "qwen3")
+    out.add_name(os.path.basename(path))
+    if alignment:
+        out.add_custom_alignment(alignment)
+    add_shape(out, f)
     if tokenizer:
         add_tokenizer(out, f, tokenizer)
     dense = {}

@@ -20,6 +20,7 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.utils import logging
 
 import make_fixtures as fixtures
+from make_formats import MODULES, add_shape, grid
 
 ROOT = fixtures.ROOT + "/moe"
 # The k-th expert leads the next by this much in every token: the choice is no matter of rounding.
@@ -38,6 +39,9 @@ FIXTURES = {
                      dtype="float32", fused=True, lengths=(1, 7, 24)),
     "bf16": dict(COMMON, seed=6, C=64, F=72, L=2, H=4, K=1, E=6, k=2, M=32, step=2, dense=[], normed=True, tied=True,
                  dtype="bfloat16", fused=False, lengths=(1, 7, 24, 32)),
+    # AWQ's layout, in groups of 32; the logits are those of the packed numbers
+    "int4": dict(COMMON, seed=41, C=64, L=2, H=4, K=1, E=6, k=2, M=32, step=1, dense=[], normed=True, tied=True,
+                 dtype="bfloat16", fused=False, lengths=(1, 7, 24, 32), group=32),
 }
 
 
@@ -96,11 +100,39 @@ def fuse(f, w):
     return w
 
 
-def save(folder, f):
+def pack(f, w):
+    """Matrices of the modules as AWQ's tensors, and all numbers that these stand for."""
+    stored, real = {}, dict(w)
+    for name, x in w.items():
+        if name.split(".")[-2] not in MODULES:
+            stored[name] = x
+            continue
+        scale, zero = grid(x, f["group"], 4, False)
+        wide = lambda t: t.repeat_interleave(f["group"], 1)
+        q = ((x / wide(scale)).round() + wide(zero)).clamp(0, 15)
+        real[name] = (q - wide(zero)) * wide(scale)
+        for key, codes in (("qweight", q), ("qzeros", zero)):  # (rows, n) -> (n, rows / 8)
+            of_word = codes.T.to(torch.int64).reshape(codes.shape[1], -1, 8)
+            word = sum(of_word[..., row] << 4 * place for place, row in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+            stored[name[:-len("weight")] + key] = (word - (word >> 31 << 32)).to(torch.int32)
+        stored[name[:-len("weight")] + "scales"] = scale.T.half()
+    return stored, real
+
+
+def save(folder, f, quantised=False):
     os.makedirs(folder, exist_ok=True)
-    w = weights(f)
-    stored = {n: t.to(fixtures.DTYPES[f["dtype"]]).contiguous() for n, t in (fuse(f, w) if f["fused"] else w).items()}
-    fixtures.write_json(folder + "/config.json", config_json(f))
+    w, config = weights(f), config_json(f)
+    if "group" in f:
+        packed, w = pack(f, w)
+        if quantised:
+            w = packed
+            config["quantization_config"] = {"bits": 4, "group_size": f["group"], "quant_method": "awq",
+                                             "version": "gemm", "zero_point": True}
+    kept = (torch.int32, torch.float16) if quantised else ()
+    dtype = torch.float32 if "group" in f and not quantised else fixtures.DTYPES[f["dtype"]]
+    whole = fuse(f, w) if f["fused"] else w
+    stored = {n: (t if t.dtype in kept else t.to(dtype)).contiguous() for n, t in whole.items()}
+    fixtures.write_json(folder + "/config.json", config)
     fixtures.write_json(folder + "/generation_config.json", {"eos_token_id": f["end"]})
     save_file(stored, folder + "/model.safetensors", {"format": "pt"})
 
@@ -124,7 +156,7 @@ def edge(model, f, prompts):
 
 def make(name, f):
     folder = f"{ROOT}/{name}"
-    save(folder, f)
+    save(folder, f)  # (of packed matrices their numbers, which transformers reads)
     g = torch.Generator().manual_seed(f["seed"] + 1)
     prompts = [torch.randint(0, 300, (n,), generator=g).tolist() for n in f["lengths"]]
     truth = load(folder, torch.float32, "eager")
@@ -140,6 +172,8 @@ def make(name, f):
         golden["transformers_bf16_mean_kl"] = {
             a: fixtures.mean_kl(logits, fixtures.logits_of(load(folder, torch.bfloat16, a), prompts))
             for a in ("eager", "sdpa")}
+    if "group" in f:
+        save(folder, f, quantised=True)
     with open(folder + "/logits.f32", "wb") as out:
         out.write(logits.numpy().astype("<f4").tobytes())
     fixtures.write_golden(folder + "/golden.json", golden)
@@ -175,16 +209,7 @@ def make_gguf(f):
     os.makedirs(folder, exist_ok=True)
     w = weights(f)
     out = gguf.GGUFWriter(folder + "/model.gguf", "qwen3moe")
-    out.add_block_count(f["L"])
-    out.add_context_length(4096)
-    out.add_embedding_length(f["C"])
-    out.add_feed_forward_length(f["F"])
-    out.add_head_count(f["H"])
-    out.add_head_count_kv(f["K"])
-    out.add_key_length(f["D"])
-    out.add_value_length(f["D"])
-    out.add_rope_freq_base(f["theta"])
-    out.add_layer_norm_rms_eps(f["eps"])
+    add_shape(out, f)
     out.add_expert_count(f["E"])
     out.add_expert_used_count(f["k"])
     out.add_expert_feed_forward_length(f["M"])

@@ -1,7 +1,7 @@
 // The README's table of models and memory: how many bytes of a GPU's memory the programs plan, by the functions that plan
 // them. What CUDA itself takes (its context, the kernels: about half a GB) comes on top.
 //
-//     g++ -std=c++17 -I. -fopenmp tests/reference/memory_plan.cpp build/g++/all.a -o build/memory_plan && build/memory_plan
+//     g++ -std=c++17 -I. -fopenmp tests/reference/memory_plan.cpp build/g++/all.a -lcmark -o build/memory_plan && build/memory_plan
 #include "model/upload.h"
 #include "model/quantized.h"
 #include "model/session.h"
@@ -10,15 +10,17 @@
 constexpr double GB = 1e9;
 constexpr size_t SCRATCH = (32 << 20) + (18 << 20); // of split products and of attention: Book II's, which g++ does not see
 
-struct Size { const char* name; int C, L, H, K, F; bool tied; }; // as `qwen3 --synthesize` has them
+struct Size { const char* name; int C, L, H, K, F; bool tied; int E = 0, k = 0, M = 0; }; // as `--synthesize` has them
 constexpr Size SIZES[] = {{"0.6B", 1024, 28, 16, 8, 3072, true},  {"1.7B", 2048, 28, 16, 8, 6144, true},
                           {"4B", 2560, 36, 32, 8, 9728, true},    {"8B", 4096, 36, 32, 8, 12288, false},
-                          {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false}};
+                          {"14B", 5120, 40, 40, 8, 17408, false}, {"32B", 5120, 64, 64, 8, 25600, false},
+                          {"30B-A3B", 2048, 48, 32, 4, 6144, false, 128, 8, 768}};
 
 static Config config_of(const Size& s) {
     Config c = {};
     c.C = s.C, c.L = s.L, c.H = s.H, c.K = s.K, c.D = 128, c.F = s.F;
     c.V = 151936, c.max_positions = 40960, c.tied = s.tied;
+    c.E = s.E, c.k = s.k, c.M = s.M;
     return c;
 }
 
@@ -30,7 +32,7 @@ static size_t weights(const Config& c, Format format) {
     for (const ModelTensor& t : model_tensors(c)) {
         const size_t rows = (size_t)t.rows, in = (size_t)t.columns;
         const bool int4 = format == Format::INT4 && t.kind < MODULES;
-        bytes += !in ? 2 * rows : rows * (int4 ? in / 2 + in / 128 * 3 : in + in / 32 * 2);
+        bytes += !in || t.kind == ROUTER ? 2 * t.size() : rows * (int4 ? in / 2 + in / 128 * 3 : in + in / 32 * 2);
     }
     return bytes + 2 * unpacked_numbers(c);
 }
@@ -77,7 +79,8 @@ static void packed_table() {
         printf("%-4s %14.2f", s.name, weights(c, Format::PLAIN) / GB);
         for (Format f : {Format::INT8, Format::INT4}) printf(" %6.2f", weights(c, f) / GB);
         for (Format f : {Format::INT8, Format::INT4}) printf(" %10.1f", chat(c, 4096, f) / GB);
-        for (Format f : {Format::INT8, Format::INT4}) printf(" %16.1f", training(c, 16, 16, true, f) / GB);
+        for (Format f : {Format::INT8, Format::INT4})
+            if (!c.E) printf(" %16.1f", training(c, 16, 16, true, f) / GB);
         printf("\n");
     }
 }
@@ -93,6 +96,10 @@ static void readme_table() {
         const Config c = config_of(s);
         std::string row = format("| %s |", s.name);
         for (Format f : {Format::PLAIN, Format::INT8, Format::INT4}) row += cell(chat(c, 4096, f));
+        if (c.E) { // experts are trained on the CPU
+            puts((row + " CPU | CPU | CPU | CPU |").c_str());
+            continue;
+        }
         row += cell(training(c, 16, 32, false));
         for (Format f : {Format::PLAIN, Format::INT4}) row += cell(training(c, 1, 32, true, f));
         puts((row + cell(training(c, 1, 0, true))).c_str());
@@ -103,6 +110,10 @@ int main() {
     printf("GB         chat 4,096   chat 40,960   LoRA 16   LoRA 1, --recompute   full 16   full 1, --recompute\n");
     for (const Size& s : SIZES) {
         const Config c = config_of(s);
+        if (c.E) {
+            printf("%-4s %13.1f %13.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB);
+            continue;
+        }
         printf("%-4s %16.1f %13.1f %9.1f %21.1f %9.1f %21.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB,
                training(c, 16, 32, false) / GB, training(c, 1, 32, true) / GB, training(c, 16, 0, false) / GB,
                training(c, 1, 0, true) / GB);

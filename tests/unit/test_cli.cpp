@@ -537,7 +537,7 @@ TEST_CASE("--synthesize: a shape becomes a model, the same for the same seed") {
     Scratch s;
     auto make = [&](const std::string& text, const char* seed, const char* threads) {
         write_file(s / "c.json", text);
-        CHECK(out_of({"--synthesize", s / "c.json", s / "m", "-s", seed, "-j", threads}) == "");
+        CHECK(out_of({"--synthesize", s / "c.json", s / "m", "-s", seed, "-j", threads, "--overwrite"}) == "");
         return read_file(s / "m");
     };
     const std::string first = make(config(), "1", "1");
@@ -581,12 +581,63 @@ TEST_CASE("--synthesize: a shape becomes a model, the same for the same seed") {
     CHECK(s.count() == files); // not a byte is left
 }
 
+TEST_CASE("a model that is there is replaced with --overwrite only") {
+    Scratch s;
+    write_file(s / "c.json", config());
+    const std::string to = s / "m";
+    for (const Strings& how : {Strings{"--synthesize", s / "c.json", to}, {TINY, "--convert", to}, {TINY, "--quantize", "int8", to}}) {
+        write_file(to, "kept");
+        check_refused(how, to + ": exists; --overwrite replaces it");
+        CHECK(read_file(to) == "kept");
+        Strings with = how;
+        with.push_back("--overwrite");
+        out_of(with);
+        CHECK(read_file(to).size() > 1000);
+        fs::remove(to);
+        out_of(how);
+    }
+    check_refused({TINY, "-i", "x", "--overwrite"}, "--overwrite is for --convert");
+}
+
+TEST_CASE("what options name is looked at before the model") {
+    Scratch s;
+    const std::string none = s / "none", model = s / "no_model";
+    for (const char* option : {"--docs", "--tools", "--ppl", "--eval", "--texts", "--calibrate", "--against", "--adapter", "-z", "--docs-embed", "--docs-rerank"})
+        check_refused({model, option, none}, option + " "s + none + ": No such file");
+    for (const char* option : {"--logits", "-o", "--prompt-cache"}) check_refused({model, option, none + "/x"}, option + " "s + none + "/x: No such file");
+    write_file(none, "{}");
+    check_refused({model, "--eval", TINY, "-o", none}, "none: exists");
+    check_refused({model, "--tools", none}, "none: ");
+    Setting folder;
+    folder.in = s.path.string();
+    const Result chat = run(tiny({}), "", folder);
+    CHECK(chat.status == 1);
+    CHECK(chat.err.find("qwen3: standard input: Is a directory\n") != std::string::npos);
+}
+
+TEST_CASE("text that is not UTF-8 is refused in a line, wherever it comes from") {
+    Scratch s;
+    write_file(s / "f", "warp \xe7\xba");
+    for (const char* option : {"-i", "-y", "--stop", "--instruct"}) check_refused({TINY, option, "\xff"}, option + ": invalid UTF-8 at byte 0"s);
+    check_refused({TINY, "warp \xff"}, "the question: invalid UTF-8 at byte 5");
+    for (const char* option : {"--ppl", "--texts"}) check_refused(tiny({option, s / "f", option == "--ppl"s ? "--json" : "--embed"}), "f: no UTF-8 at byte 5");
+    Setting from;
+    from.in = s / "f";
+    check_refused(tiny({"-i", "-"}), "standard input: invalid UTF-8 at byte 5", from);
+    check_refused(tiny({"--ppl", "-"}), "standard input: invalid UTF-8 at byte 5", from);
+    const Result chat = run(tiny({"-n", "3", "-s", "1"}), "a\xff\nday\n");
+    INFO(chat.err);
+    CHECK(chat.status == 0);
+    CHECK(chat.err.find("the message: invalid UTF-8 at byte 1\n") != std::string::npos);
+    CHECK(chat.out != "");
+}
+
 TEST_CASE("a model with fewer rows than the tokenizer has ids answers with the ids that exist") {
     Scratch s;
     const std::string z = "tests/fixtures/tiny/tokenizer.bin"; // 1,000 ids; the last four are <think> and the like
     auto make = [&](int rows) {
         write_file(s / "c.json", config(format("\"vocab_size\": %d", rows)));
-        CHECK(out_of({"--synthesize", s / "c.json", s / "m"}) == "");
+        CHECK(out_of({"--synthesize", s / "c.json", s / "m", "--overwrite"}) == "");
     };
     make(996);
     const Answer a = answer({s / "m", "-z", z, "--raw", "-i", "<think>a", "-n", "20", "-s", "1", "-j", "1"});
@@ -827,10 +878,10 @@ TEST_CASE("Ctrl-C ends an answer, keeps what was said, and leaves no half file")
         all.insert(all.end(), more.begin(), more.end());
         return all;
     };
-    auto interrupted_when = [](Process& p, auto ready) {
+    auto interrupted_when = [](Process& p, auto ready, int number = SIGINT) {
         for (int i = 0; i < 4000 && !ready(); i++) std::this_thread::sleep_for(std::chrono::milliseconds(5));
         REQUIRE(ready());
-        REQUIRE(kill(p.pid, SIGINT) == 0);
+        REQUIRE(kill(p.pid, number) == 0);
         return p.wait();
     };
     const std::string whole = out_of(ask({"-n", "100"}));
@@ -870,12 +921,12 @@ TEST_CASE("Ctrl-C ends an answer, keeps what was said, and leaves no half file")
         CHECK(r.out == "");
         CHECK(s.count() == files);
     }
-    {
+    for (int number : {SIGINT, SIGTERM, SIGHUP}) {
         const size_t files = s.count();
         Process p({"--synthesize", "0.6B", s / "big", "-j", "1"});
-        Result r = interrupted_when(p, [&] { return s.count() > files; });
+        Result r = interrupted_when(p, [&] { return s.count() > files; }, number);
         INFO(r.err);
-        CHECK(r.signal == 0);
+        CHECK(r.signal == (number == SIGINT ? 0 : number));
         CHECK(r.status != 0);
         CHECK(r.out == "");
         CHECK(s.count() == files);

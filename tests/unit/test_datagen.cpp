@@ -2143,3 +2143,18 @@ TEST_CASE("the command line") {
     check_refused({"chunk", BOOK, "-o", "/no/such/folder/x"}, "/no/such/folder");
     check_refused({"chunk", BOOK, "-o", "tests"}, "directory");
 }
+
+TEST_CASE("no command replaces a file that it reads") {
+    Scratch s;
+    const std::string file = s / "train.jsonl", rows = "{\"instruction\": \"a\", \"output\": \"b\"}\n";
+    write_file(file, rows);
+    write_file(s / "chunks.jsonl", "{}\n");
+    fs::create_symlink(file, s / "link");
+    for (const Strings& words : {Strings{"filter", file, "-o", file}, {"filter", file, "-o", s / "link"}, {"filter", file, "--dropped", file}, {"split", file, "--test", "1", "-o", s.path.string()},
+                                 {"pack", file, file}, {"stats", file, "-o", file}, {"generate", file, "--url", "http://127.0.0.1:1/v1", "--journal", file},
+                                 {"collect", file, "--chunks", s / "chunks.jsonl", "-o", s / "chunks.jsonl"}})
+        check_refusal(datagen(words), "datagen", ": is read by this command");
+    CHECK(read_file(file) == rows);
+    CHECK(s.count() == 3);
+    check_refusal(datagen({"prompt", s / "chunks.jsonl", "--subject", "\xff"}), "datagen", "--subject: invalid UTF-8 at byte 0");
+}

@@ -298,6 +298,16 @@ TEST_CASE("teachers that do not fit, options that do not belong together: one li
     fs::create_directory(out / "odd");
     fs::copy(TINY, out / "odd/model.bin"), fs::copy("tests/fixtures/odd/tokenizer.json", out / "odd/tokenizer.json");
     refused({"--teacher", out / "odd"}, "odd: its vocabulary is not that of " + TINY + ": --teacher needs the same");
+    fs::create_directory(out / "other"); // the same rows, and a tokenizer.bin that gives other ids
+    fs::copy(TINY, out / "other/model.bin");
+    std::string vocabulary = read_file(VOCABULARY);
+    fs::copy(VOCABULARY, out / "other/tokenizer.bin");
+    CHECK(same_ids(VOCABULARY, ModelFile(TINY), ModelFile(out / "other/model.bin")));
+    const size_t word = vocabulary.find("<|fim_pad|>");
+    REQUIRE(word != std::string::npos);
+    vocabulary[word + 6] = 'q', write_file(out / "other/tokenizer.bin", vocabulary);
+    refused({"--teacher", out / "other"}, "other: its vocabulary is not that of " + TINY + ": --teacher needs the same");
+    refused({"--teacher", "tests/fixtures/train/adapter"}, "adapter: an adapter, not a model (train_lora MODEL --adapter-init ");
     CHECK_THROWS_AS(Teacher<float>("tests/fixtures/train/untied", Context(), ModelFile(TINY)), Error);
     refused({"--teacher", out / "none"}, "none");
     refused({"--distil-beta", "0.5"}, "--distil-beta is for --teacher");

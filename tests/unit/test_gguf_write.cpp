@@ -223,6 +223,51 @@ TEST_CASE("GGUF out: what GGUF has no type for becomes BF16, and that is said; G
     CHECK(seen.size() > 5);
 }
 
+TEST_CASE("GGUF out: the experts of a layer are one tensor of one type; what qwen3moe cannot be is refused") {
+    ModelFile from("tests/fixtures/moe/odd_f32");
+    from.config.end_tokens = {1};
+    const Written to(from);
+    CHECK(to.notes() == "");
+    CHECK(to.made.types == "27 x F32");
+    for (auto& [name, t] : from.tensors) CHECK(different(t, to.at(name)) == 0);
+    const Config &c = from.config, &d = to.file->config;
+    CHECK((d.E == 7 && d.k == 3 && d.M == 24 && d.normed_shares && d.F == c.F && d.max_positions == c.max_positions));
+    const Scratch s;
+    write_file(s / "c.json", R"({"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": true, "vocab_size": 1024,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})");
+    must({"--synthesize", s / "c.json", s / "m.bin"});
+    const std::string expert = "model.layers.0.mlp.experts.1.gate_proj.weight", router = "model.layers.0.mlp.gate.weight";
+    for (const std::string how : {"int8", "int4"}) {
+        INFO(how);
+        must(Strings{s / "m.bin", "--quantize", how, s / "q.bin"} + (how == "int4" ? Strings{"--group", "32"} : Strings{}));
+        if (how == "int4") { // an expert's zero points are all 8, those of the others not
+            std::string all = read_file(s / "q.bin");
+            const MappedFile map(s / "q.bin");
+            Tensors tensors;
+            Metadata metadata;
+            read_safetensors(map, tensors, metadata);
+            const Tensor& zeros = tensors.at("model.layers.0.mlp.experts.1.gate_proj.qzeros");
+            memset(&all[(size_t)(zeros.data - map.data)], 0x88, zeros.bytes);
+            write_file(s / "q.bin", all);
+        }
+        ModelFile small(s / "q.bin");
+        small.config.end_tokens = {1};
+        const Written made(small);
+        const Tensors numbers = readable_tensors(small);
+        CHECK(made.at(expert).dtype == (how == "int8" ? Dtype::Q8_0 : Dtype::Q4_1));
+        CHECK(different(numbers.at(expert), made.at(expert)) == 0); // (eight steps are a half)
+        CHECK(made.at(router).dtype == Dtype::F32);
+        CHECK(different(numbers.at(router), made.at(router)) == 0);
+        CHECK(made.file->tensors.size() == 11 + 3 * 3);
+    }
+    for (auto [folder, word] : {std::pair("top1_f32", "norm_topk_prob is false"), {"dense_between_f32", "layer 1 has no experts"}})
+        CHECK_THROWS_WITH_AS(Written{ModelFile(std::string("tests/fixtures/moe/") + folder)}, doctest::Contains(word), Error);
+    must({s / "m.bin", "--convert", s / "m.gguf", "-z", VOCABULARY});
+    const Strings ask = {"-z", VOCABULARY, "--ids", "5 6 7", "--logits-hash"};
+    CHECK(must(Strings{s / "m.gguf"} + ask).out == must(Strings{s / "m.bin"} + ask).out);
+}
+
 TEST_CASE("GGUF out: the tokenizer is the same, the template is the model's or Qwen3's") {
     const Scratch s;
     must({TINY, "--convert", s / "tiny.gguf", "-z", VOCABULARY});

@@ -456,6 +456,11 @@ TEST_CASE("what --grpo cannot train: one line, and nothing is written") {
     refused({rows, "--grpo", "--reward", "exactly"}, "--reward exactly: none of exact, choice");
     refused({rows, "--grpo", "--reward", "regex:["}, "--reward regex:[: ");
     refused({rows, "--grpo", "--reward", out / "none"}, "none: No such file");
+    refused({rows, "--grpo", "--reward", "tests/fixtures/train/adapter"}, "tests/fixtures/train/adapter: an adapter of tiny, which is not here");
+    fs::create_directory(out / "judge");
+    write_file(out / "judge/adapter_config.json", "{\"base_model_name_or_path\": \"tests/fixtures/train/untied\"}");
+    refused({rows, "--grpo", "--reward", out / "judge"}, "judge: its vocabulary is not that of ");
+    refused({rows, "--grpo", "--reward", out.path.string()}, ": neither a program nor the folder of a --reward-model");
     refused({rows, "--grpo", "--reward", "choice"}, "first.bin: row 0: --reward choice: no choices");
     refused({rows, "--grpo", "--reward", "exact", "--group", "1"}, "--group: 1 is not a whole number from 2");
     refused({rows, "--grpo", "--reward", "exact", "--loss-type", "ppo"}, "--loss-type ppo: grpo, dr_grpo or dapo");

@@ -1,10 +1,11 @@
 // Mixtures of experts: golden logits of transformers, the router, an expert's rows, files in both layouts.
 #include "tests/golden.h"
 #include "model/step_bytes.h"
-#include "model/write.h"
+#include "model/quantize.h"
 #include "tests/packed.h"
 #include "tests/process.h"
 #include <numeric>
+#include <omp.h>
 
 namespace {
 const char* const FLOATS[] = {"moe/odd_f32", "moe/top1_f32", "moe/dense_between_f32", "moe/step_f32"};
@@ -60,6 +61,26 @@ TEST_CASE("experts in bf16: no further from the fp32 truth than transformers' ow
     const int V = g.file.config.V;
     on_every_instruction_set([&] { CHECK(mean_kl(g.logits, logits_of<bf16>(g.file, g.prompts), V) <= g.bf16_kl); });
     CHECK(mean_kl(g.logits, logits_of<bf16>(g.file, g.prompts, true), V) <= g.bf16_kl);
+}
+
+TEST_CASE("experts in INT4, packed: no further from transformers' logits of the same matrices than its own bf16") {
+    const Golden g("moe/int4");
+    const Weights<bf16> w(g.file, Format::PLAIN, true);
+    for (const Layer<bf16>& layer : w.layers)
+        for (const Expert<bf16>& e : layer.experts) CHECK((e.gate_up.format == Format::INT4 && e.down.format == Format::INT4));
+    CHECK(w.layers[0].router.format == Format::PLAIN);
+    const auto kl = [&](bool plain) {
+        std::vector<float> out;
+        Context ctx;
+        ctx.plain = plain;
+        for (auto& prompt : g.prompts) {
+            Session<bf16> session(g.file.config, w, 64, ctx);
+            session.feed(prompt, nullptr, [&](const float* row) { out.insert(out.end(), row, row + g.file.config.V); });
+        }
+        return mean_kl(g.logits, out, g.file.config.V);
+    };
+    CHECK(kl(true) <= g.bf16_kl);
+    on_every_instruction_set([&] { CHECK(kl(false) <= g.bf16_kl); });
 }
 
 // Routed with its memory.
@@ -358,7 +379,127 @@ TEST_CASE("experts: --quantize writes each, and keeps the router") {
         CHECK(step_bytes(w, 2) < step_bytes(w, 6));
         CHECK(hash_of({out, "--packed"}) != hash_of({model}));
     }
-    check_refusal(run_qwen3({model, "--quantize", "int8", s / "x.bin", "--calibrate", "data/course/notes/01-introduction.md", "-z", "tests/fixtures/tiny/tokenizer.bin"}), "qwen3", "without a calibration text");
+}
+
+// A random model of one layer of 16 experts, of which a token has one. Scores of experts 5 and 9 are equal: 9 has no
+// token.
+std::string with_an_unreached_expert(const Scratch& s) {
+    write_file(s / "one.json", R"({"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 1, "norm_topk_prob": true, "vocab_size": 1024,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})");
+    REQUIRE(run_qwen3({"--synthesize", s / "one.json", s / "same.bin"}).status == 0);
+    std::string bytes = read_file(s / "same.bin");
+    const ModelFile file(s / "same.bin");
+    const size_t row = 64 * 2, at = (size_t)(file.tensors.at("model.layers.0.mlp.gate.weight").data - (const uint8_t*)file.maps[0].data);
+    bytes.replace(at + 9 * row, row, bytes, at + 5 * row, row);
+    write_file(s / "one.bin", bytes);
+    return s / "one.bin";
+}
+
+TEST_CASE("experts: --calibrate has a smaller error on each expert's own inputs; an expert with few is rounded") {
+    const Scratch s;
+    const ModelFile file(with_an_unreached_expert(s));
+    const Config& c = file.config;
+    const int WINDOWS = 12, N = 64, E = c.E;
+    Quantization how;
+    how.format = Format::INT4, how.group = 32, how.keep_embedding = true, how.window = N;
+    auto write = [&](const std::string& path, RoundedExperts* report) {
+        write_safetensors(path, file.metadata(quantized_config(file, how)), quantize_model<float>(file, how, cpu(), report));
+        return read_file(path);
+    };
+    RoundedExperts none, report;
+    write(s / "nearest.bin", &none);
+    for (int i = 0; i < WINDOWS * N; i++) how.text.push_back((int)(philox(7, (uint64_t)i, 0).v[0] % 300));
+    const std::string whole = write(s / "gptq.bin", &report);
+    for (int threads : {1, 3}) {
+        const int all = omp_get_max_threads();
+        omp_set_num_threads(threads);
+        const bool same = write(s / "again.bin", nullptr) == whole;
+        omp_set_num_threads(all);
+        CHECK(same);
+    }
+    // The inputs of each expert's products, in the order of the windows.
+    const Weights<float> w(file);
+    std::vector<std::vector<float>> x((size_t)E), hidden((size_t)E);
+    for (int i = 0; i < WINDOWS; i++) {
+        Arena arena;
+        Activations<float> a; // of training: one layer's norm2 stays
+        KVCache<float> cache;
+        auto plan = [&] { a.plan_training(arena, c, N, false), cache.plan(arena, c, 4); };
+        plan(), arena.allocate("a test"), plan();
+        std::vector<float> rope((size_t)N * c.D);
+        fill_rope(rope.data(), N, c.D, c.rope_theta);
+        std::vector<int> at((size_t)N), zero((size_t)N);
+        std::iota(at.begin(), at.end(), 0);
+        forward(cpu(), c, w, Batch{N, 1, &how.text[(size_t)i * N], at.data(), zero.data(), at.data(), at.data(), 4}, a, cache, rope.data());
+        const auto& layer = a.layer[0];
+        for (int e = 0; e < E; e++)
+            for (int p = layer.routed.first[e]; p < layer.routed.first[e + 1]; p++) {
+                const float *row = layer.norm2 + (size_t)layer.routed.pair[p] * c.C, *h = layer.hidden + (size_t)p * c.M;
+                x[(size_t)e].insert(x[(size_t)e].end(), row, row + c.C), hidden[(size_t)e].insert(hidden[(size_t)e].end(), h, h + c.M);
+            }
+    }
+    const ModelFile nearest_file(s / "nearest.bin"), gptq_file(s / "gptq.bin");
+    const Weights<float> nearest(nearest_file), gptq(gptq_file);
+    auto error = [](const std::vector<float>& x, const Linear<float>& a, const Linear<float>& b) {
+        double sum = 0;
+        for (size_t n = 0; n < x.size(); n += (size_t)a.in)
+            for (int r = 0; r < a.out(); r++) {
+                double off = 0;
+                for (int i = 0; i < a.in; i++) off += x[n + (size_t)i] * ((double)a.at(r, i) - b.at(r, i));
+                sum += off * off;
+            }
+        return sum;
+    };
+    RoundedExperts counted;
+    int better = 0, rounded = 0;
+    double all_rounding = 0, all_gptq = 0;
+    for (size_t e = 0; e < (size_t)E; e++) {
+        CAPTURE(e);
+        const size_t tokens = x[e].size() / (size_t)c.C;
+        counted.all++, counted.some += tokens < (size_t)c.C, counted.unreached += tokens == 0;
+        for (auto which : {&Expert<float>::gate_up, &Expert<float>::down}) {
+            const Linear<float>&truth = w.layers[0].experts[e].*which, &a = nearest.layers[0].experts[e].*which, &b = gptq.layers[0].experts[e].*which;
+            if (tokens < (size_t)truth.in) {
+                int off = 0;
+                for (int r = 0; r < a.out(); r++)
+                    for (int i = 0; i < a.in; i++) off += a.at(r, i) != b.at(r, i);
+                CHECK(off == 0);
+                rounded++;
+                continue;
+            }
+            const auto& inputs = truth.in == c.C ? x[e] : hidden[e];
+            const double by_rounding = error(inputs, truth, a), by_gptq = error(inputs, truth, b);
+            CHECK(by_gptq < by_rounding);
+            all_rounding += by_rounding, all_gptq += by_gptq, better++;
+        }
+    }
+    CHECK(x[9].empty());
+    CHECK(all_gptq < 0.8 * all_rounding);
+    INFO(better << " matrices by GPTQ, " << rounded << " rounded");
+    CHECK((better >= 10 && rounded >= 6));
+    CHECK((report.all == E && report.some == counted.some && report.unreached == counted.unreached));
+    CHECK((none.all == 0 && none.some == 0));
+}
+
+TEST_CASE("experts: --calibrate by the command, with layers of both kinds, and how many experts are rounded") {
+    const Scratch s;
+    write_file(s / "c.json", R"({"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": true, "vocab_size": 1024,
+        "decoder_sparse_step": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})");
+    REQUIRE(run_qwen3({"--synthesize", s / "c.json", s / "m.bin"}).status == 0);
+    const std::string notes = read_file("data/course/notes/01-introduction.md");
+    write_file(s / "short.txt", notes.substr(0, 400)), write_file(s / "long.txt", notes);
+    auto calibrated = [&](const std::string& out, const std::string& text, Strings more = {}) {
+        return run_qwen3(Strings{s / "m.bin", "--quantize", "int4", s / out, "--group", "32", "--calibrate", s / text, "-z", "tests/fixtures/tiny/tokenizer.bin"} + more);
+    };
+    const Result few = calibrated("few.bin", "short.txt"), many = calibrated("many.bin", "long.txt"), one = calibrated("one.bin", "long.txt", {"-j", "1"});
+    INFO(few.err << many.err << one.err);
+    REQUIRE((few.status == 0 && many.status == 0 && one.status == 0));
+    CHECK(few.err.find(" of 8 experts have fewer of the text's tokens than columns, ") != std::string::npos);
+    CHECK(many.err.find("experts have fewer") == std::string::npos);
+    CHECK(read_file(s / "one.bin") == read_file(s / "many.bin"));
+    CHECK(hash_of({s / "many.bin", "--packed"}) != hash_of({s / "few.bin", "--packed"}));
 }
 
 TEST_CASE("experts: --synthesize makes a mixture; programs without one refuse it in a line") {
@@ -367,7 +508,5 @@ TEST_CASE("experts: --synthesize makes a mixture; programs without one refuse it
     CHECK(parameters(file.config) == 1024u * 64 + 64 + 2u * (64 * 128 * 2 + 64 * 64 * 2 + 2 * 64 + 2 * 64 + 9 * 64 + 9 * 3 * 64 * 32));
     CHECK(hash_of({s / "m.bin"}) == hash_of({s / "m.bin", "-j", "1"}));
     check_refusal(run_qwen3({"--synthesize", "3B", s / "x.bin"}), "qwen3", "30B-A3B");
-    check_refusal(run_qwen3({s / "m.bin", "--convert", s / "x.gguf", "-z", "tests/fixtures/tiny/tokenizer.bin"}), "qwen3", "is not written as GGUF");
-    CHECK(!fs::exists(s / "x.gguf"));
 }
 } // namespace

@@ -336,6 +336,14 @@ TEST_CASE_TEMPLATE("swiglu and its fusion with the product", T, bf16, float, dou
         CALL(swiglu, apart.data(), b.data(), N, F);
         CHECK(same_bits(a, b));
         CHECK(same_bits(fused, apart));
+
+        TestLinear<T> down(random, {24}, F);
+        auto out_of_mlp = poisoned<acc<T>>(N * 24), added = out_of_mlp;
+        auto hidden = poisoned<T>(fused.size());
+        CALL(mlp, out_of_mlp.data(), hidden.data(), a.data(), normed.data(), residual.data(), w.data(), W, down, N, 1e-6f);
+        CALL(linear_add, added.data(), residual.data(), fused.data(), down, N);
+        CHECK(same_bits(hidden, fused));
+        CHECK(same_bits(out_of_mlp, added));
     }
 }
 

@@ -68,7 +68,7 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
 
 // Forks into n ranks; f(rank) returns whether all is well. Returns the status of rank 0, and its output; `until`: a
 // text to wait for, if another rank prints it after rank 0 has ended.
-static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20, const std::string& until = "") {
+static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double silence = 20, const std::string& until = "", double pulse = 1) {
     const MemoryFile err;
     err.append_only();
     fflush(nullptr);
@@ -78,7 +78,7 @@ static Result with_ranks(int n, const std::function<bool(Ranks&)>& f, double sil
         alarm(60);
         dup2(err.fd, 2);
         Ranks ranks("test");
-        ranks.silence = silence;
+        ranks.silence = silence, ranks.pulse = pulse;
         ranks.fork_here(n);
         double wrong = !f(ranks);
         ranks.sum(&wrong, 1);
@@ -133,6 +133,15 @@ TEST_CASE("ranks: what one of them says at its end is said once, and ends all; s
         if (who) CHECK(r.err.find(format("test: rank %d (process ", who)) == 0);
         if (who) CHECK(r.err.find("has gone\n") == r.err.size() - 9);
     }
+    // A long report is whole, and has no heartbeat in it.
+    const std::string much(500000, 'x');
+    const Result whole = with_ranks(2, [&](Ranks& ranks) {
+        if (ranks.rank == 1) usleep(100000), ranks.end(much);
+        return ranks.wait_for_the_end(), true;
+    }, 20, "", 1e-4);
+    CHECK(whole.status == 1);
+    CHECK(whole.err.size() == much.size() + strlen("test: rank 1: \n"));
+    CHECK(whole.err == "test: rank 1: " + much + "\n");
     // To a rank 0 that does not hear it: once by the rank itself. (Or its watcher is first to see that rank 0 has gone.)
     for (int round = 0; round < 5; round++) {
         const Result r = with_ranks(2, [](Ranks& ranks) {

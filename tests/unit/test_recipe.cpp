@@ -160,6 +160,9 @@ TEST_CASE("what a recipe cannot have is named with its line, and nothing is writ
         CHECK(!fs::exists(f.scratch / "deep"));
     };
     refused("lora_rnak: 8", "bad.yaml: line 9: lora_rnak: 8: a key that is not read here");
+    refused("optim: adamw_8bit", "line 9: optim: adamw_8bit: it is for finetuning_type full");
+    refused("optim: sgd", "line 9: optim: sgd: adamw_torch, adamw_torch_fused, adamw_8bit and adamw_bnb_8bit are done");
+    refused("finetuning_type: full\nadditional_target: lm_head", "additional_target: lm_head: it is for a new adapter");
     refused("use_dora: true", "line 9: use_dora: true: DoRA is not implemented");
     refused("val_size: 0.1", "line 9: val_size: 0.1: split the rows");
     refused("stage: rm", "line 9: stage: rm: sft, dpo and kto are done");
@@ -193,6 +196,14 @@ TEST_CASE("what a recipe cannot have is named with its line, and nothing is writ
     later("many", "dataset: first\nper_device_train_batch_size: many\n", "train_lora: --batch");
     later("target", "dataset: first\nlora_target: q_proj,x\n", "train_lora: --targets: x is none of");
     later("third", "dataset: third\n", "no such dataset");
+    later("more", "dataset: first\nadditional_target: norm\n", "train_lora: --modules-to-save: norm is none of");
+    auto options = [&](const std::string& name, const std::string& text) {
+        std::string all;
+        for (auto& word : read_recipe(f.recipe(name, text)).options) all += word + " ";
+        return all;
+    };
+    CHECK(options("saved", "dataset: first\nadditional_target: embed_tokens, lm_head\n").find("--modules-to-save embed_tokens,lm_head ") != std::string::npos);
+    CHECK(options("eight", "dataset: first\nfinetuning_type: full\noptim: adamw_8bit\n").find("--moments 8 ") != std::string::npos);
     // Values that mean the default are read.
     read_recipe(f.recipe("fine", "dataset: first\nuse_dora: false\nval_size: 0.0\nadam_epsilon: 1.0e-8\nquantization_bit: null\npacking: false\noptim: adamw_torch\nwarmup_steps: 0 # no\n"));
 }

@@ -16,6 +16,8 @@
 #include "server/engine/router.h"
 #include "server/http/log.h"
 #include "server/http/server.h"
+#include "server/run.h"
+#include "search/documents.h"
 #include "sj.h"
 #include "tests/engine.h"
 #include "tests/http.h"
@@ -2296,7 +2298,7 @@ TEST_CASE("/convert: the text of a document, by the programs of --docs; what can
         check_refused(r, 415, "name");
         CHECK(message(r).find(name + std::string(": PDF, DOCX, ODT, EPUB and HTML are converted")) == 0);
     }
-    for (const std::string& query : Strings{"", "?name=", "?name=" + std::string(201, 'a')}) check_refused(convert(query, "%PDF-"), 400, "name");
+    for (const std::string& query : Strings{"", "?name=", "?name=" + std::string(201, 'a'), "?name=%ff.pdf"}) check_refused(convert(query, "%PDF-"), 400, "name");
     check_refused(convert("?name=x.pdf", ""), 400);
     check_refused(convert("?name=x.pdf", "%PDF-", "application/json"), 415);
     check_refused(convert("?name=x.pdf", "%PDF-", "application/octet-stream", "bad"), 401);
@@ -3153,4 +3155,59 @@ TEST_CASE("options") {
     const Result help = Process(PROGRAM, {"--help"}).wait();
     CHECK(help.status == 0);
     CHECK(help.out.find("--api-key-file") != std::string::npos);
+}
+
+TEST_CASE("--batch: every option is known to change answers, or not to") {
+    Scratch s;
+    write_file(s / "one.jsonl", "1"), write_file(s / "two.jsonl", "2"), fs::create_directory(s / "notes"), write_file(s / "notes/a.md", "warps");
+    const ModelFile file(MODEL);
+    const Tokenizer tokenizer(VOCABULARY), other("tokenizer.bin");
+    const AdapterFile adapter("tests/fixtures/train/adapter", file.config);
+    const std::function<void(const std::string&)> silent = [](auto&) {};
+    const Documents documents({s / "notes", s / "index", 4}, silent), fewer({s / "notes", s / "index", 2}, silent);
+    Options usual;
+    usual.name = "m", usual.batch = s / "one.jsonl", usual.rope_scale = 2;
+    auto with = [&](auto change, const AdapterFile* a = nullptr, const Documents* d = nullptr) {
+        Options o = usual;
+        change(o);
+        if (o.rope_scaling.empty()) return batch_depends(o, file, a, tokenizer, d);
+        ModelFile scaled(MODEL);
+        scaled.scale_rope(o.rope_scaling, o.rope_scale, o.rope_original);
+        return batch_depends(o, scaled, a, tokenizer, d);
+    };
+    const auto same = [](Options&) {};
+    const std::string base = with(same), rope = with([](Options& o) { o.rope_scaling = "yarn"; }), docs = with(same, nullptr, &documents);
+    const std::vector<std::pair<std::string, std::pair<std::string, std::string>>> changes = {
+        {"--name", {base, with([](Options& o) { o.name = "n"; })}},
+        {"--batch", {base, with([&](Options& o) { o.batch = s / "two.jsonl"; })}},
+        {"--ctx", {base, with([](Options& o) { o.engine.context = 7; })}},
+        {"--system", {base, with([](Options& o) { o.system = "x"; })}},
+        {"--think", {base, with([](Options& o) { o.think = 1; })}},
+        {"--dtype", {base, with([](Options& o) { o.dtype = "int8"; })}},
+        {"--kv-dtype", {base, with([](Options& o) { o.ctx.kv_fp8 = true; })}},
+        {"--activations", {base, with([](Options& o) { o.ctx.fp8_activations = true; })}},
+        {"--device", {base, with([](Options& o) { o.ctx.plain = true; })}},
+        {"--rope-scaling", {base, rope}},
+        {"--rope-scale", {rope, with([](Options& o) { o.rope_scaling = "yarn", o.rope_scale = 3; })}},
+        {"--yarn-orig-ctx", {rope, with([](Options& o) { o.rope_scaling = "yarn", o.rope_original = 64; })}},
+        {"--adapter", {base, with(same, &adapter)}},
+        {"--tokenizer", {base, batch_depends(usual, file, nullptr, other, nullptr)}},
+        {"--docs", {base, docs}},
+        {"--passages", {docs, with(same, nullptr, &fewer)}},
+        {"--quote", {docs, with([](Options& o) { o.documents.quote = 1; }, nullptr, &documents)}}};
+    // Of documents: in Documents::hash. --packed: of quantised models only. Then what changes speed, room or the API alone.
+    std::set<std::string> known = {"--docs-embed", "--docs-rerank", "--index", "--packed", "--host", "--port", "--task", "--max-seqs", "--max-queue", "--kv-memory",
+        "--cache-dir", "--cache-size", "--chunk", "--gpus", "--one-kernel", "--lookup", "--jump-ahead", "--api-key-file", "--deadline", "--drain-seconds", "--cors",
+        "--predict-status", "--predict-system", "--predict-max-tokens", "--files", "--allow-adapter-loading", "--adapter-memory", "--title", "--starter", "--output", "--threads",
+        "--invariant", "--help"};
+    CHECK(with(same) == base);
+    for (auto& [name, both] : changes) {
+        INFO(name);
+        CHECK(both.first != both.second);
+        known.insert(name);
+    }
+    for (auto& name : options_of(PROGRAM)) {
+        INFO(name << ": does it change answers? If so, batch_depends needs it");
+        CHECK(known.count(name) == 1);
+    }
 }

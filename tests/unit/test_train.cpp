@@ -882,7 +882,7 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
     for (auto& [from, to, word] : std::vector<std::array<std::string, 3>>{
              {"\"use_dora\": false", "\"use_dora\": true", "use_dora = true is not supported"},
              {"\"bias\": \"none\"", "\"bias\": \"all\"", "bias = \"all\" is not supported"},
-             {"\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]", "modules_to_save = [\"lm_head\"] is not supported"},
+             {"\"modules_to_save\": null", "\"modules_to_save\": [\"norm\"]", "modules_to_save has \"norm\": embed_tokens and lm_head are supported"},
              {"\"rank_pattern\": {}", "\"rank_pattern\": {\"q_proj\": 8}", "rank_pattern = {\"q_proj\": 8} is not supported"},
              {"\"alpha_pattern\": {}", "\"alpha_pattern\": {\"q_proj\": 8}", "alpha_pattern = {\"q_proj\": 8} is not supported"},
              {"\"fan_in_fan_out\": false", "\"fan_in_fan_out\": true", "fan_in_fan_out"},
@@ -919,4 +919,46 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
     // The program itself: one line.
     check_refusal(start(program("QWEN3", "./qwen3"), {TINY, "-i", "x", "-z", VOCABULARY, "--adapter", "/nowhere"}).wait(), "qwen3", "/nowhere/adapter_config.json: No such file");
     check_refusal(start(program("QWEN3", "./qwen3"), {"tests/fixtures/tied_f32", "--ids", "1", "--adapter", FIXTURES + "adapter"}).wait(), "qwen3", "the config needs");
+}
+
+TEST_CASE("--resume: every option is known to change a run, or not to") {
+    Scratch s;
+    DatasetWriter writer(s / "rows.bin", 0, 0);
+    writer.add({1, 2 | TRAIN});
+    writer.commit();
+    const Dataset data(s / "rows.bin");
+    auto described = [&](const Strings& words) {
+        Strings all = Strings{"train_lora", TINY, s / "rows.bin", "-o", s / "out"} + words;
+        std::vector<char*> argv;
+        for (auto& word : all) argv.push_back(word.data());
+        const TrainOptions o = parse_options((int)argv.size(), argv.data());
+        return describe_run(o, open_model(o), data, 10, o.dtype.c_str());
+    };
+    const Strings none, dpo = {"--dpo"}, simpo = {"--simpo"}, kto = {"--kto"}, grpo = {"--grpo", "--reward", "exact"}, teacher = {"--teacher", TINY},
+                  rope = {"--rope-scaling", "yarn", "--rope-scale", "2"};
+    const struct { Strings base, more; } changes[] = {
+        {none, {"--full"}}, {none, {"--rank", "4"}}, {none, {"--alpha", "5"}}, {none, {"--rslora"}}, {none, {"--targets", "q"}}, {none, {"--dropout", "0.3"}},
+        {none, {"--loraplus-ratio", "2"}}, {none, {"--neftune-alpha", "5"}}, {dpo, {"--adapter-init", FIXTURES + "adapter"}}, {none, dpo}, {none, {"--ipo"}}, {none, simpo},
+        {none, {"--orpo"}}, {none, kto}, {none, {"--reward-model"}}, {dpo, {"--beta", "0.2"}}, {dpo, {"--label-smoothing", "0.1"}}, {simpo, {"--gamma", "1"}},
+        {kto, {"--desirable-weight", "2"}}, {kto, {"--undesirable-weight", "2"}}, {none, grpo}, {grpo, {"--reward", "choice"}}, {grpo, {"--group", "4"}},
+        {grpo, {"--max-tokens", "20"}}, {grpo, {"--temp", "0.5"}}, {grpo, {"--top-p", "0.5"}}, {grpo, {"--iterations", "2"}}, {grpo, {"--loss-type", "grpo"}},
+        {grpo, {"--scale-rewards", "none"}}, {grpo, {"--epsilon", "0.1"}}, {grpo, {"--epsilon-high", "0.5"}}, {grpo, {"--kl-beta", "0.1"}}, {grpo, {"--mask-truncated"}},
+        {none, teacher}, {teacher, {"--distil-beta", "0.5"}}, {teacher, {"--distil-temp", "2"}}, {teacher, {"--distil-weight", "0.5"}}, {teacher, {"--on-policy", "0.5"}},
+        {none, {"--batch", "4"}}, {none, {"--accum", "2"}}, {none, {"--max-len", "300"}}, {none, {"--lr", "0.1"}}, {none, {"--schedule", "linear"}}, {none, {"--warmup", "0.2"}},
+        {none, {"--weight-decay", "0.2"}}, {none, {"--clip", "2"}}, {none, {"--no-shuffle"}}, {none, {"--seed", "7"}}, {none, {"--dtype", "f32"}}, {none, rope},
+        {rope, {"--rope-scale", "3"}}, {rope, {"--yarn-orig-ctx", "64"}}};
+    // Those of the number of steps, which is an argument; of ranks, which may change; of the machine; of other outputs. (A tokenizer is bound to the rows.)
+    std::set<std::string> known = {"--epochs", "--steps", "--gpus", "--no-overlap", "--device", "--threads", "--packed", "--recompute", "--recipe", "--output", "--reward-timeout",
+        "--eval", "--eval-every", "--allow-leak", "--save-every", "--ask", "--watch", "--tensorboard", "--resume", "--overwrite", "--merge", "--merge-as", "--starter",
+        "--tokenizer", "--help"};
+    for (auto& [base, more] : changes) {
+        INFO(more[0]);
+        CHECK(described(base) == described(base));
+        CHECK(described(base) != described(base + more));
+        known.insert(more[0]);
+    }
+    for (auto& name : options_of(program("TRAIN_LORA", "./train_lora"))) {
+        INFO(name << ": does it change a run? If so, describe_run needs it");
+        CHECK(known.count(name) == 1);
+    }
 }
