@@ -1,4 +1,5 @@
 // cpu/blocks.h: rows of GGUF's blocks as numbers, 16 at a time: the definition's text (model/blocks.h) on vectors.
+// AVX-512 has faster code of its own for the blocks of 256; the numbers are the same, bit for bit.
 // (Rules for sources of instruction sets: cpu/loops.h.)
 #pragma once
 #include "cpu/lanes.h"
@@ -23,6 +24,10 @@ template <> INLINE void bytes_at(int16v& v, const uint8_t* p) { // (g++ 12 would
 template <> INLINE void signed_at(int16v& v, const uint8_t* p) {
 #if defined(__AVX512F__)
     v = (int16v)_mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    const __m256i half[2] = {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                             _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+    memcpy(&v, half, sizeof v);
 #else
     bytes_at(v, p), v = (v ^ 128) - 128;
 #endif
@@ -70,33 +75,42 @@ template <class Out> static INLINE void store_group(Out* p, const float16v& low,
     store_lanes(p, low), store_lanes(p + LANES, high);
 }
 
-// d of GROUPS groups from FIRST on, then their m.
+#ifdef __AVX2__
+// Half FIRST of the two at p in the lower four lanes, half LAST in the upper ones.
+template <int FIRST, int LAST> INLINE void four_of_each(__m256& v, const uint8_t* p) {
+#ifdef __AVX512F__
+    constexpr int A = FIRST * 0x202 + 0x100, B = LAST * 0x202 + 0x100; // (two bytes' places)
+    const __m128i order = _mm_set_epi16(B, B, B, B, A, A, A, A);
+    v = _mm256_maskz_cvtph_ps(0xff, _mm_shuffle_epi8(_mm_cvtsi32_si128(load_as<int>(p)), order));
+#else
+    const float a = half_at(p + 2 * FIRST), b = half_at(p + 2 * LAST);
+    v = _mm256_set_ps(b, b, b, b, a, a, a, a);
+#endif
+}
+#endif
+// d of GROUPS groups from FIRST on, then their m. (One after another, the scales of a long block take longer than its
+// numbers.)
 template <class Block, int FIRST, int GROUPS> static INLINE void read_scales(float* scale, const uint8_t* b) {
-#ifdef __AVX512F__ // group by group it takes longer than the numbers
-    if constexpr (std::is_base_of_v<ScalesOfSix, Block>) {
-        static_assert(GROUPS == 4 && FIRST % 4 == 0, "four scales and four minima, a byte each");
+#ifdef __AVX2__
+    __m256 unit, eight;
+    if constexpr (std::is_base_of_v<ScalesOfSix, Block>) { // four scales and four minima, a byte each
         const uint64_t s = load_as<uint64_t>(b + 4), t = load_as<uint32_t>(b + 12);
         const uint64_t first = s & 0x3f3f3f3f3f3f3f3f;
         const uint64_t other = (s >> 2 & 0x3030303030303030) | (t & 0x0f0f0f0f) | (t >> 4 & 0x0f0f0f0f) << 32;
-        const __m128i halves = _mm_set1_epi32(load_as<int>(b) ^ (int)0x80000000); // d, -m
-        const __m128i order = _mm_set_epi8(3, 2, 3, 2, 3, 2, 3, 2, 1, 0, 1, 0, 1, 0, 1, 0);
-        const __m256i six = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(FIRST ? other : first)));
-        const __m256 unit = _mm256_maskz_cvtph_ps(0xff, _mm_shuffle_epi8(halves, order));
-        _mm256_storeu_ps(scale, _mm256_mul_ps(unit, _mm256_cvtepi32_ps(six)));
-        return;
+        eight = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(FIRST ? other : first))));
+        four_of_each<0, 1>(unit, b);
+        unit = _mm256_xor_ps(unit, _mm256_set_ps(-0.f, -0.f, -0.f, -0.f, 0, 0, 0, 0));
     }
     if constexpr (std::is_same_v<Block, BlockQ6_K>) {
-        static_assert(GROUPS == 8, "");
-        const __m256i s = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(b + 192 + FIRST)));
-        const __m256 unit = _mm256_maskz_cvtph_ps(0xff, _mm_set1_epi16(load_as<int16_t>(b + 208)));
-        _mm256_storeu_ps(scale, _mm256_mul_ps(unit, _mm256_cvtepi32_ps(s)));
-        return;
+        eight = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(b + 192 + FIRST))));
+        four_of_each<1, 1>(unit, b + 206);
     }
-    if constexpr (Block::GROUPS == 1) { // d, then m if there is one
-        const __m128 both = _mm_maskz_cvtph_ps(0xff, _mm_loadl_epi64((const __m128i*)b));
-        memcpy(scale, &both, 2 * sizeof(float));
-        return;
-    }
+    if constexpr (Block::COUNT == LONGEST_BLOCK) return _mm256_storeu_ps(scale, _mm256_mul_ps(unit, eight));
+#endif
+#ifdef __AVX512F__
+    const __m128 both = _mm_maskz_cvtph_ps(0xff, _mm_cvtsi32_si128(load_as<int>(b)));
+    memcpy(scale, &both, 2 * sizeof(float)); // (without m the second is not read)
+    return;
 #endif
     const Block block{b};
     UNROLL for (int g = 0; g < GROUPS; g++) {
@@ -118,28 +132,34 @@ template <class Block> INLINE void as_numbers(float16v& v, const int16v& q, cons
 }
 
 #ifdef __AVX512F__
-// q of the 128 numbers of part PART of a long block, signed bytes, 64 at once. Bytes turn with their neighbours, whose
-// bits a mask drops.
 INLINE void load_twice(__m512i& v, const uint8_t* p) {
     v = _mm512_maskz_broadcast_i64x4(0xff, _mm256_loadu_si256((const __m256i*)p));
 }
-template <int FIRST, int LAST> INLINE void turn_right(__m512i& v) { // the first 32 bytes and the last
+// Rotates words of 32 bits: those of the first 32 bytes by FIRST, of the last by LAST (negative: to the left).
+template <int FIRST, int LAST> INLINE void turn_right(__m512i& v) {
     constexpr long long A = (FIRST & 31) * 0x100000001, B = (LAST & 31) * 0x100000001;
     v = _mm512_maskz_rorv_epi32(0xffff, v, _mm512_set_epi64(B, B, B, B, A, A, A, A));
 }
+// q of 64 numbers of part PART of a long block, as signed bytes: the first (PAIR 0) or the last of 128. Bits from
+// neighbouring bytes are masked out.
 template <class Block, int PART, int PAIR> INLINE void read_codes(int8_t* q, const uint8_t* b) {
-    constexpr int LONG = PART * 2 + PAIR;
+    constexpr int AT = PART * 2 + PAIR; // of the block's four
     __m512i low, high;
     if constexpr (std::is_base_of_v<ScalesOfSix, Block>) {
-        load_twice(low, b + Block::BYTES - 128 + LONG * 32);
+        load_twice(low, b + Block::BYTES - 128 + AT * 32);
         turn_right<0, 4>(low);
     } else {
         low = _mm512_maskz_loadu_epi8(~0ull, b + PART * 64);
         if (PAIR) turn_right<4, 4>(low);
     }
-    if constexpr (std::is_same_v<Block, BlockQ5_K>) load_twice(high, b + 16), turn_right<2 * LONG - 4, 2 * LONG - 3>(high);
-    if constexpr (std::is_same_v<Block, BlockQ6_K>)
-        load_twice(high, b + 128 + PART * 32), turn_right<4 * PAIR - 4, 4 * PAIR - 2>(high);
+    if constexpr (std::is_same_v<Block, BlockQ5_K>) {
+        load_twice(high, b + 16);
+        turn_right<2 * AT - 4, 2 * AT - 3>(high); // the group's bit to bit 4
+    }
+    if constexpr (std::is_same_v<Block, BlockQ6_K>) {
+        load_twice(high, b + 128 + PART * 32);
+        turn_right<4 * PAIR - 4, 4 * PAIR - 2>(high); // the pair of bits to bits 4 and 5
+    }
     const __m512i lower_half = _mm512_set1_epi8(15);
     if constexpr (std::is_same_v<Block, BlockQ4_K>) low = _mm512_and_si512(low, lower_half);
     else low = _mm512_ternarylogic_epi32(lower_half, low, high, 0xca); // there low, elsewhere high
@@ -163,9 +183,10 @@ static INLINE void widen_slice(Out* out, size_t apart, const uint8_t* bytes) {
     asm("" : "+m"(scale)); // g++ would shuffle them out of a register, where a load can fill all lanes
 #ifdef __AVX512F__
     alignas(64) int8_t codes[LONGEST_BLOCK / 2];
-    if constexpr (Block::COUNT == LONGEST_BLOCK)
+    if constexpr (Block::COUNT == LONGEST_BLOCK) {
         read_codes<Block, PART, 0>(codes, bytes), read_codes<Block, PART, 1>(codes, bytes);
-    asm("" : "+m"(codes)); // (the same)
+        asm("" : "+m"(codes)); // (the same)
+    }
 #endif
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<Out, bf16> && std::is_base_of_v<ScalesOfSix, Block>) {
@@ -208,8 +229,8 @@ static INLINE void widen_slice(Out* out, size_t apart, const uint8_t* bytes) {
         store_group(out, v[0], v[1]);
     }
 }
-// `columns` numbers of each of `rows` rows from column k on, row_bytes and in out row_apart apart; row r's at
-// out + r * row_apart, each GROUP of them `apart` behind the last. Each line prefetches the one `ahead` bytes further.
+
+// As widen_rows in cpu/loops.h; the rows are row_bytes apart.
 template <class Block, class Out>
 static void widen_blocks(Out* out, size_t row_apart, size_t apart, const uint8_t* at, size_t row_bytes, int rows, int k,
                          int columns, size_t ahead) {

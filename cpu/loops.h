@@ -104,8 +104,8 @@ template <class Set, class T> struct Reader<Set, Format::INT4, T> {
 };
 
 // `columns` numbers of each of `rows` rows from column k on, a multiple of 2 * GROUP; row r's from out + r * row_apart
-// on, each GROUP of them `apart` behind the last. (BLOCKS: k is a multiple of 128.) Each line prefetches the one `ahead`
-// bytes further on.
+// on, each GROUP of them `apart` behind the last. (BLOCKS: k is a multiple of 128.) Each line prefetches the one
+// `ahead` bytes further on.
 template <class Set, Format F, class T, class X>
 static INLINE void widen_rows(X* out, size_t row_apart, size_t apart, WeightRows<T> w, int rows, int k, int columns,
                               size_t ahead) {
@@ -335,7 +335,8 @@ static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input
     }
 }
 
-// sums[r * apart + i] += sum_t u[t * OUTER + r] v[t * 2 * WIDTH + i], each sum in the order of t. All sums stay in registers.
+// sums[r * apart + i] += sum_t u[t * OUTER + r] v[t * 2 * WIDTH + i], each sum in the order of t. All sums stay in
+// registers.
 template <class Set, class A> static void outer_tile(A* sums, size_t apart, const A* u, const A* v, int terms) {
     constexpr int R = Set::OUTER, WIDTH = Set::WIDTH;
     const typename Set::Part all = Set::part(WIDTH);
