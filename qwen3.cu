@@ -157,15 +157,17 @@ template <class T> struct Linear {
     Format format = Format::PLAIN;     // of every block
     const T* w[3] = {};                // PLAIN: (rows, in) of each block
     const int8_t* q[3] = {};           // other formats: (rows, row_bytes) of each block
-    const void* scale[3] = {};         // other formats: (rows / group_rows, groups)
+    const void* scale[3] = {};         // other formats but BLOCKS: (rows / group_rows, groups)
     const uint8_t* zero[3] = {};       // INT4: (rows, groups) zero points, or null: all are 8
+    Dtype type[3] = {};                // BLOCKS: the type of each block
     int group = GROUP, group_rows = 1; // columns and rows that share a scale
     int rows[3] = {};
     int in = 0;
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
     int groups() const { return (in + group - 1) / group; }
-    size_t row_bytes() const { // bytes of a row of q
+    size_t row_bytes(int b = 0) const { // bytes of a row of q[b]; only in BLOCKS they depend on b
+        if (format == Format::BLOCKS) return block_row_bytes(type[b], (size_t)in);
         return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
     }
     // W[r][i] in any format.
@@ -567,7 +569,7 @@ template <class T> struct Weights {
 
     // Reads a checkpoint (model/weights.cpp); its tensors are used in place, or converted to T. made: every matrix
     // becomes INT8; or those of the layers become FP8. packed: a quantised matrix keeps its format if Linear has it,
-    // else it becomes INT8.
+    // else it becomes INT8. (On a GPU BLOCKS become INT8 too: see blocks_to_int8.)
     explicit Weights(const ModelFile& file, Format made = Format::PLAIN, bool packed = false);
     Weights() = default; // for lab/decode, which fills it
     // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.

@@ -120,8 +120,8 @@ static void amx_product(float* y, const WeightRows<bf16>& w, AmxWide wide, const
     }
     _tile_release();
 }
-const AmxTile amx_tile[4] = {amx_product<Format::PLAIN>, amx_product<Format::INT8>, amx_product<Format::INT4>,
-                             amx_product<Format::FP8>};
+const AmxTile amx_tile[5] = {amx_product<Format::PLAIN>, amx_product<Format::INT8>, amx_product<Format::INT4>,
+                             amx_product<Format::FP8>, amx_product<Format::BLOCKS>};
 
 double amx_multiply(MultiplyBlock* memory) {
     amx_configure(64);

@@ -21,4 +21,4 @@ struct AmxWide {
 // The tile of 32 rows of W and N tokens: x packed by amx_pack for a batch of one token (`one`) or more, from a multiple
 // of 16 tokens on. Packed weights are rounded to bf16.
 using AmxTile = void (*)(float* y, const WeightRows<bf16>& w, AmxWide wide, const bf16* x, bool one, int N);
-extern const AmxTile amx_tile[4]; // by Format
+extern const AmxTile amx_tile[5]; // by Format

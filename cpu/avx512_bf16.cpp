@@ -8,9 +8,10 @@
 #include "cpu/ceilings.h"
 #include "cpu/loops.h"
 
-const ProductTile<bf16> avx512_bf16_tile[4] = {
+const ProductTile<bf16> avx512_bf16_tile[5] = {
     product_tile<Bf16Dot, Format::PLAIN, bf16>, product_tile<Bf16Dot, Format::INT8, bf16>,
-    product_tile<Bf16Dot, Format::INT4, bf16>, product_tile<Bf16Dot, Format::FP8, bf16>};
+    product_tile<Bf16Dot, Format::INT4, bf16>, product_tile<Bf16Dot, Format::FP8, bf16>,
+    product_tile<Bf16Dot, Format::BLOCKS, bf16>};
 
 double avx512_bf16_multiply(MultiplyBlock* memory) {
     __m512bh a = (__m512bh)_mm512_set1_epi16(0x3f80);

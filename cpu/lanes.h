@@ -8,9 +8,6 @@
 #include <type_traits>
 #include <utility>
 
-// Always inlined: it is compiled for the instruction set of the function that uses it, and no object file holds a copy.
-#define INLINE inline __attribute__((always_inline))
-
 // Loops over a sum's rows, tokens and chains are unrolled, so that it stays in registers.
 #ifdef __clang__
 #define UNROLL _Pragma("unroll")

@@ -1,5 +1,6 @@
 // cpu/loops.h: the inner loops of float products and attention, written once: templates on a set of instructions.
 #pragma once
+#include "cpu/blocks.h"
 #include "cpu/tiles.h"
 
 // Each instruction set has a source (plain.cpp, avx2.cpp, ...) that is compiled for these instructions, instantiates
@@ -27,7 +28,7 @@ template <class Set> using Vector = typename Set::Vector;
 
 // The numbers of one row of W as Operands, by format, STEP columns after another. `open` begins at column k, a multiple
 // of 2 * GROUP, and group g of the row; it and `begin` load the scales of the next `unit` columns; `read` gives the
-// next STEP columns. A format without a Reader (STEP 0) is widened by WeightRows.
+// next STEP columns. A format without a Reader (STEP 0) is widened by WeightRows, BLOCKS by cpu/blocks.h.
 template <class Set, Format F, class T> struct Reader {
     static constexpr int STEP = 0;
 };
@@ -103,11 +104,15 @@ template <class Set, class T> struct Reader<Set, Format::INT4, T> {
 };
 
 // `columns` numbers of each of `rows` rows from column k on, a multiple of 2 * GROUP; row r's from out + r * row_apart
-// on, each GROUP of them `apart` behind the last. Each line prefetches the one `ahead` bytes further on.
+// on, each GROUP of them `apart` behind the last. (BLOCKS: k is a multiple of 128.) Each line prefetches the one
+// `ahead` bytes further on.
 template <class Set, Format F, class T, class X>
 static INLINE void widen_rows(X* out, size_t row_apart, size_t apart, WeightRows<T> w, int rows, int k, int columns,
                               size_t ahead) {
     using Rows = Reader<Set, F, T>;
+    if constexpr (F == Format::BLOCKS)
+        return WIDEN_BLOCKS<X>[(int)w.W.type[w.block] - (int)Dtype::Q4_0](out, row_apart, apart, (const uint8_t*)w.q,
+                                                                          w.row_bytes, rows, k, columns, ahead);
     const int g = k / w.W.group;
     for (int r = 0; r < rows; r++, out += row_apart, w.skip(1)) {
         X* to = out;
@@ -330,7 +335,8 @@ static void product_tile(acc<T>* y, WeightRows<T> w, int rows, const void* input
     }
 }
 
-// sums[r * apart + i] += sum_t u[t * OUTER + r] v[t * 2 * WIDTH + i], each sum in the order of t. All sums stay in registers.
+// sums[r * apart + i] += sum_t u[t * OUTER + r] v[t * 2 * WIDTH + i], each sum in the order of t. All sums stay in
+// registers.
 template <class Set, class A> static void outer_tile(A* sums, size_t apart, const A* u, const A* v, int terms) {
     constexpr int R = Set::OUTER, WIDTH = Set::WIDTH;
     const typename Set::Part all = Set::part(WIDTH);
@@ -351,7 +357,7 @@ template <class Set, class A> static void outer_tile(A* sums, size_t apart, cons
 template <class Set, class T>
 constexpr Loops<T> LOOPS = {
     {product_tile<Set, Format::PLAIN, T>, product_tile<Set, Format::INT8, T>, product_tile<Set, Format::INT4, T>,
-     product_tile<Set, Format::FP8, T>},
+     product_tile<Set, Format::FP8, T>, product_tile<Set, Format::BLOCKS, T>},
     {{attention_scores<Set, 0, acc<T>, T>, attention_mix<Set, 0, acc<T>, T>},
      {attention_scores<Set, 128, acc<T>, T>, attention_mix<Set, 128, acc<T>, T>}},
     {{attention_scores<Set, 0, acc<T>, acc<T>>, attention_mix<Set, 0, acc<T>, acc<T>>},

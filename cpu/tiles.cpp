@@ -1,9 +1,11 @@
 // cpu/tiles.cpp: rows of weights as numbers, and the choice by instruction set.
 #include "cpu/tiles.h"
+#include "cpu/blocks.h"
 #include "cpu/scratch.h"
 #include "model/instances.h"
 
 template <class T> template <class X> void WeightRows<T>::widen(X* out, int k, int columns) const {
+    if (W.format == Format::BLOCKS) return widen_row(out, GROUP, W.type[block], (const uint8_t*)q, k, columns);
     for (int i = 0; i < columns; i += GROUP) {
         const int n = std::min(GROUP, columns - i), column = k + i, g = column / W.group;
         acc<T> wide[GROUP];

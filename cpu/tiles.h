@@ -21,7 +21,7 @@ template <class T> struct WeightRows {
     WeightRows(const Linear<T>& W, int block, size_t r)
         : W(W), w(W.w[block]), q(W.q[block]), scale((const bf16*)W.scale[block]),
           half((const uint16_t*)W.scale[block]), zero(W.zero[block]), row(0), groups(W.groups()),
-          row_bytes(W.row_bytes()), block(block), in(W.in) { skip(r); }
+          row_bytes(W.row_bytes(block)), block(block), in(W.in) { skip(r); }
     INLINE void skip(size_t r) {
         row += r;
         if (w) w += r * in;
@@ -34,6 +34,7 @@ template <class T> struct WeightRows {
     }
     // The numbers of this row from column k on, a multiple of GROUP, as X: acc<T>, or rounded to T. INT8 and INT4 are
     // exact as acc<T>: a scale has 8 or 11 bits, a weight 7 or 5. Any format; the loops have faster code for some.
+    // BLOCKS: k and columns are as in widen_row (cpu/blocks.h).
     template <class X> void widen(X* out, int k, int columns) const;
 };
 // Whether products of T take bf16, and so the nearest bf16 (ties to even) of a packed weight: then their bits are those
@@ -62,7 +63,7 @@ template <class A> struct OuterLoop {
 
 // The loops of one instruction set for stored type T.
 template <class T> struct Loops {
-    ProductTile<T> tile[4];                       // by Format; x is acc<T>
+    ProductTile<T> tile[5];                       // by Format; x is acc<T>
     AttentionLoops<acc<T>, T> stored[2];          // for any D; for D = 128, every Qwen3's
     AttentionLoops<acc<T>, acc<T>> widened[2];
     OuterLoop<acc<T>> outer;
@@ -86,5 +87,5 @@ template <class T> const Loops<T>& avx512_loops();
 template <> const Loops<bf16>& avx512_loops();
 template <> const Loops<float>& avx512_loops();
 
-extern const ProductTile<bf16> avx512_bf16_tile[4]; // by Format; x is bf16, and so is every weight
+extern const ProductTile<bf16> avx512_bf16_tile[5]; // by Format; x is bf16, and so is every weight
 #endif

@@ -1,7 +1,6 @@
 // model/gguf_write.cpp: GGUF's header, blocks of 32 columns, the tokenizer, the adapter.
 #include "model/gguf_write.h"
 #include "base/text.h"
-#include "model/blocks.h"
 #include "model/chat_template.h"
 #include "model/write.h"
 

@@ -1,4 +1,4 @@
-// model/numbers.h: the number formats that models are stored in, beside bf16: half, e4m3.
+// model/numbers.h: the number formats that models are stored in, beside bf16: half, e4m3; the types of tensors.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,7 +10,14 @@
 #define BOTH
 #endif
 
-template <class U> U load_as(const void* p) { // from any address
+// Always inlined: it is compiled for the instruction set of the function that uses it, and no object file holds a copy.
+#define INLINE inline __attribute__((always_inline))
+
+// The stored type of a tensor's numbers. First the types of safetensors files (Other is checked for its size and never
+// read), then GGUF's blocks (model/blocks.h), then a matrix of several tensors (Packed in model/quantized.h).
+enum class Dtype { BF16, F16, F32, I8, F8, I32, Other, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Packed };
+
+template <class U> INLINE U load_as(const void* p) { // from any address
     U u;
     memcpy(&u, p, sizeof u);
     return u;
@@ -18,7 +25,7 @@ template <class U> U load_as(const void* p) { // from any address
 
 // IEEE 754 half precision: a sign, 5 bits of exponent, 10 of fraction. Moved to float's places they are the number
 // times 2^-112, subnormals too; an exponent of 31 is an infinity or a NaN.
-inline float half_to_float(uint16_t h) {
+INLINE float half_to_float(uint16_t h) {
     const uint32_t size = (uint32_t)(h & 0x7fff) << 13, sign = (uint32_t)(h & 0x8000) << 16;
     const float f = load_as<float>(&size) * 0x1p112f;
     const uint32_t u = load_as<uint32_t>(&f) | sign | (f >= 65536 ? 0x7f800000 : 0);

@@ -1,4 +1,5 @@
 // model/quantized.cpp: numbers of tensors, and matrices assembled from several tensors; see quantized.h.
+#include "model/quantized.h"
 #include "model/blocks.h"
 
 static_assert(Tile::COLUMNS % LONGEST_BLOCK == 0);
@@ -33,34 +34,28 @@ void need_shape(const std::string& name, const Tensor& t, const Shape& shape) {
             text_of(shape).c_str());
 }
 
-ScalesOfSix::ScalesOfSix(const uint8_t* b) { // half d, half m, 12 bytes
-    const float scale = half_at(b), minimum = half_at(b + 2);
-    const uint8_t* s = b + 4;
-    for (int g = 0; g < 4; g++) {
-        d[g] = scale * (float)(s[g] & 63), m[g] = minimum * (float)(s[g + 4] & 63);
-        d[g + 4] = scale * (float)((s[g + 8] & 15) | s[g] >> 6 << 4);
-        m[g + 4] = minimum * (float)(s[g + 8] >> 4 | s[g + 4] >> 6 << 4);
-    }
+float block_number(Dtype type, const uint8_t* row, size_t i) {
+    return with_block(type, [&](auto* block) {
+        using Block = BLOCK_TYPE(block);
+        constexpr int size = Block::COUNT / Block::GROUPS;
+        const int at = (int)(i % Block::COUNT);
+        return block_number(Block{row + i / Block::COUNT * Block::BYTES}, at / size, at % size);
+    });
 }
 
-float BlockQ6_K::operator()(int g, int i) const {
-    const int half = g / 8, at = g % 8; // the at-th of the half's groups
-    const int q = low[half * 64 + at % 4 * 16 + i] >> at / 4 * 4 & 15;
-    const int top = high[half * 32 + at % 2 * 16 + i] >> at / 2 * 2 & 3;
-    return d[g] * (float)((q | top << 4) - 32);
+size_t block_row_bytes(Dtype type, size_t in) {
+    return with_block(type, [&](auto* block) { return in / BLOCK_TYPE(block)::COUNT * BLOCK_TYPE(block)::BYTES; });
+}
+
+const char* block_name(Dtype type) {
+    return with_block(type, [&](auto* block) { return BLOCK_TYPE(block)::NAME; });
 }
 
 float number(const Tensor& t, size_t i) {
     if (t.is_plain()) return plain_number(t, i);
+    if (!t.packed) return block_number(t.dtype, t.data, i); // (a row is whole blocks)
     float f = 0;
-    if (t.packed)
-        t.packed->with_method([&](auto method) { f = t.packed->at<method>(i / t.packed->in, i % t.packed->in); });
-    with_block(t.dtype, [&](auto* type) {
-        using Block = BLOCK_TYPE(type);
-        constexpr int each = Block::COUNT / Block::GROUPS;
-        const int at = (int)(i % Block::COUNT);
-        f = Block(t.data + i / Block::COUNT * Block::BYTES)(at / each, at % each);
-    });
+    t.packed->with_method([&](auto method) { f = t.packed->at<method>(i / t.packed->in, i % t.packed->in); });
     return f;
 }
 
@@ -80,10 +75,10 @@ void read_tile(float* __restrict out, const Tensor& t, const Tile& tile) {
         constexpr int count = Block::COUNT, size = count / Block::GROUPS;
         for (size_t r = 0; r < tile.rows; r++)
             for (size_t k = 0; k < tile.columns; k += count) {
-                const Block block(t.data + ((tile.r + r) * in + tile.k + k) / count * Block::BYTES);
+                const Block block{t.data + ((tile.r + r) * in + tile.k + k) / count * Block::BYTES};
                 float* to = out + r * Tile::COLUMNS + k;
                 for (int g = 0; g < Block::GROUPS; g++)
-                    for (int i = 0; i < size; i++) to[g * size + i] = block(g, i);
+                    for (int i = 0; i < size; i++) to[g * size + i] = block_number(block, g, i);
             }
     });
 }
@@ -296,18 +291,31 @@ void Packer::pack_words(const std::string& name) {
     put(name + ".weight", p);
 }
 
+// Whether a tensor is in GGUF's blocks, and all their halves are finite.
+static bool is_finite_blocks(const Tensor& t) {
+    return with_block(t.dtype, [&](auto* type) {
+        using Block = BLOCK_TYPE(type);
+        bool finite = true;
+        #pragma omp parallel for schedule(static) reduction(& : finite)
+        for (size_t i = 0; i < t.bytes; i += Block::BYTES) {
+            const Block block{t.data + i};
+            finite &= std::isfinite(block.d(0));
+            if constexpr (Block::OFFSET) finite &= std::isfinite(block.m(0));
+        }
+        return finite;
+    });
+}
+
 Kept kept_as(const Tensor& t) {
     Kept k;
     const size_t in = (size_t)t.shape.back();
     auto whole = [&](size_t group) { return group % GROUP == 0 || group >= in; };
-    if (t.dtype == Dtype::Q4_0) {
-        k.format = Format::INT4;
-        for (size_t i = 0; i < t.bytes; i += BlockQ4_0::BYTES)
-            if (!std::isfinite(half_at(t.data + i))) return {};
+    if (!t.packed) {
+        if (is_finite_blocks(t)) k.format = t.dtype == Dtype::Q4_0 ? Format::INT4 : Format::BLOCKS;
         return k;
     }
     const Packed* p = t.packed.get();
-    if (!p || !whole(p->group)) return {};
+    if (!whole(p->group)) return {};
     if (p->method == Method::FP8) {
         for (size_t i = 0, n = count_of(p->scales.shape); i < n; i++)
             if (std::fabs(plain_number(p->scales, i)) > 0x1p100f) return {}; // (a product may be infinite)
@@ -345,7 +353,11 @@ void read_pairs(int8_t* q,       // (rows, ceil(in / 64) * 32) out
         #pragma omp parallel for schedule(static)
         for (size_t r = 0; r < rows; r++) {
             const uint8_t* blocks = t.data + r * groups * BlockQ4_0::BYTES;
-            read_row(r, [&](size_t k) { return nibble(blocks + k / 32 * BlockQ4_0::BYTES + 2, (int)(k % 32)); });
+            read_row(r, [&](size_t k) {
+                int q;
+                nibbles(q, blocks + k / 32 * BlockQ4_0::BYTES + 2, (int)(k % 32));
+                return q;
+            });
             for (size_t g = 0; g < groups; g++)
                 scale[r * groups + g] = load_as<uint16_t>(blocks + g * BlockQ4_0::BYTES);
         }

@@ -19,10 +19,6 @@
 
 // =================================================================================================== 1 Number types
 
-// The stored type of a tensor's numbers. First the types of safetensors files (Other is checked for its size and never
-// read), then GGUF's blocks, then a matrix of several tensors (see Packed).
-enum class Dtype { BF16, F16, F32, I8, F8, I32, Other, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Packed };
-
 struct DtypeName {
     const char* name; // as safetensors writes it
     size_t size;      // bytes of a number
@@ -192,10 +188,11 @@ struct Packer {
 // ============================================================================================================== 7 Kept
 // A CPU computes on these as they are, with the file's numbers, bit for bit (Linear has the formats), or with the
 // nearest bf16 where its products take bf16 (cpu/tiles.h): our own INT8; FP8 in blocks of whole groups of 32 columns;
-// AWQ, GPTQ with 4 bits and Q4_0 as INT4. Not kept is a matrix that these formats cannot
-// hold: columns in another order (GPTQ's act order), other groups, scales that are not halves, non-finite numbers.
+// AWQ, GPTQ with 4 bits and Q4_0 as INT4; GGUF's other blocks, where they are mapped. Not kept is a matrix that these
+// formats cannot hold: columns in another order (GPTQ's act order), other groups, scales that are not halves,
+// non-finite numbers.
 
-// The memory layout of a kept matrix: INT4's bytes differ from the file's; INT8's and FP8's are the file's.
+// The memory layout of a kept matrix: INT4's bytes differ from the file's; all others are the file's.
 struct Kept {
     Format format = Format::PLAIN; // PLAIN: it is not kept
     int group = GROUP, group_rows = 1;

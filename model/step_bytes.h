@@ -27,6 +27,8 @@ template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
 // Bytes of a product's weights, and of all that one token's step reads.
 template <class T> size_t weight_bytes(const Linear<T>& W) {
     if (W.format == Format::PLAIN) return (size_t)W.out() * W.in * sizeof(T);
+    if (W.format == Format::BLOCKS)
+        return W.rows[0] * W.row_bytes(0) + W.rows[1] * W.row_bytes(1) + W.rows[2] * W.row_bytes(2);
     const size_t scale = W.format == Format::FP8 ? 4 : W.zero[0] ? 3 : 2, each = (size_t)W.group_rows;
     return (size_t)W.out() * W.row_bytes() + ((size_t)W.out() + each - 1) / each * (size_t)W.groups() * scale;
 }

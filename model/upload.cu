@@ -56,6 +56,7 @@ static void send(Context& ctx, const Arena& gpu, const std::vector<UploadPiece>&
 // Copies all to the GPU and changes every pointer, the blocks of a Linear one after another.
 template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file) {
     check_gpu(file.path, file.config, file.logits);
+    blocks_to_int8(*this, file);
     check_experts(file.path, layers);
     std::vector<UploadPiece> pieces;
     std::vector<std::vector<uint8_t>> made;

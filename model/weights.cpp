@@ -98,14 +98,15 @@ template <class T> struct WeightLoader {
         return out;
     }
 
-    // Makes the matrix (rows, in) block b of a Linear.
+    // Makes the matrix (rows, in) block b of a Linear. made BLOCKS: the tensor is in blocks, and stays so.
     void load_block(Linear<T>& linear, int b, const ModelTensor& m, Format made, bool packed) {
         const std::string name = m.name();
         const int rows = linear.rows[b] = m.rows, in = linear.in = m.columns;
         const Tensor& t = find(name, m.shape());
         Kept kept = (packed || made == Format::FP8) && made != Format::INT8 && t.is_quantized() ? kept_as(t) : Kept{};
         const bool to_fp8 = made == Format::FP8 && m.kind < MODULES && kept.format != Format::FP8;
-        if (to_fp8) kept = {};
+        if (to_fp8 || (kept.format == Format::BLOCKS && !packed)) kept = {};
+        if (made == Format::BLOCKS) kept.format = made;
         const Format before = linear.format;
         linear.w[b] = nullptr, linear.q[b] = nullptr, linear.scale[b] = nullptr, linear.zero[b] = nullptr;
         linear.group = kept.group, linear.group_rows = kept.group_rows, linear.format = kept.format;
@@ -118,6 +119,8 @@ template <class T> struct WeightLoader {
             make_fp8(linear, b, name, t);
         } else if (kept.format == Format::INT8) {
             linear.q[b] = (const int8_t*)t.data, linear.scale[b] = t.packed->scales.data;
+        } else if (kept.format == Format::BLOCKS) {
+            linear.q[b] = (const int8_t*)t.data, linear.type[b] = t.dtype;
         } else if (kept.format == Format::INT4) {
             const size_t n = (size_t)rows * linear.groups() + 8; // (a vector reads past the last row's end)
             int8_t* q = own<int8_t>(rows * linear.row_bytes(), t, name);
@@ -139,11 +142,13 @@ template <class T> struct WeightLoader {
             DIE("%s: tensor %s is INT8 and its neighbours are not, or the other way round", t.file.c_str(),
                 name.c_str());
         plain = (b && plain) || linear.format == Format::PLAIN;
+        in_blocks = (!b || in_blocks) && kept.format != Format::PLAIN && !t.packed;
         mixed = b && (mixed || before != linear.format || kept.group != last_kept.group ||
                       kept.group_rows != last_kept.group_rows);
         last_kept = kept;
     }
-    bool mixed = false, plain = false; // the Linear's blocks so far are not all of one format; one of them is PLAIN
+    // The Linear's blocks so far are not all of one format; one of them is PLAIN; all can be BLOCKS.
+    bool mixed = false, plain = false, in_blocks = false;
     Kept last_kept = {};
 
   private:
@@ -179,8 +184,22 @@ template <class T> struct WeightLoader {
     }
 };
 
+template <class T> void blocks_to_int8(Weights<T>& w, const ModelFile& file) {
+    WeightLoader<T> loader{w, file};
+    bool blocks = false; // the Linear at work is in blocks
+    for (const ModelTensor& t : model_tensors(file.config)) {
+        const TensorPlace<T> place = place_of(w, t);
+        if (!place.linear) continue;
+        if (place.block == 0) blocks = place.linear->format == Format::BLOCKS;
+        if (blocks) loader.load_block(*place.linear, place.block, t, Format::INT8, false);
+    }
+    if (file.config.tied) w.head = w.embed;
+}
+
 template <class T> const char* type_name(const Weights<T>& w) {
+    const Linear<T>& first = w.layers.back().qkv; // (in llama.cpp's mixtures of types down has one of more bits)
     switch (last_product(w.layers.back()).format) {
+        case Format::BLOCKS: return first.format == Format::BLOCKS ? block_name(first.type[0]) : "blocks";
         case Format::INT8: return "int8";
         case Format::INT4: return "int4";
         case Format::FP8: return "fp8";
@@ -207,10 +226,10 @@ template <class T> Weights<T>::Weights(const ModelFile& file, Format made, bool 
         const bool last = t.kind == V_PROJ || t.kind == UP_PROJ;
         // A product's blocks are of one format. INT8 holds all that is quantised.
         const bool some_plain = loader.plain;
+        const Format common = some_plain ? made : loader.in_blocks ? Format::BLOCKS : Format::INT8;
         if (last && loader.mixed)
             for (size_t b = 0; b < blocks.size(); b++)
-                loader.load_block(*place.linear, (int)b, blocks[b], some_plain ? made : Format::INT8,
-                                  packed && !some_plain);
+                loader.load_block(*place.linear, (int)b, blocks[b], common, packed && !some_plain);
     }
     if (file.config.tied) head = embed;
 }
@@ -271,6 +290,7 @@ template <class T> void use_huge_pages(const ModelFile& file, const Weights<T>& 
 
 #define INSTANTIATE(T) \
     template Weights<T>::Weights(const ModelFile&, Format, bool); \
+    template void blocks_to_int8(Weights<T>&, const ModelFile&); \
     template const char* type_name(const Weights<T>&); \
     template void use_huge_pages(const ModelFile&, const Weights<T>&);
 QWEN3_INSTANCES(INSTANTIATE)

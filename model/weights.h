@@ -24,7 +24,10 @@ bool to_int8(int8_t* q,       // (rows, in) out
              const Tensor& t, // (rows, in)
              size_t rows, size_t in);
 
-// The name of its numbers' type: "bfloat16", "int8", ...: the type of most of them.
+// For a GPU, whose kernels do not read GGUF's blocks: matrices kept as BLOCKS become INT8.
+template <class T> void blocks_to_int8(Weights<T>& w, const ModelFile& file);
+
+// The name of its numbers' type: "bfloat16", "int8", "q4_k", ...: the type of most of them.
 template <class T> const char* type_name(const Weights<T>& w);
 
 // ---- Huge pages. A decoding step reads every weight once, and bandwidth is a tenth higher with pages of 2 MB than

@@ -244,7 +244,7 @@ template <class T, class F> static void each_linear(const Weights<T>& w, F f) {
     }
 }
 
-TEST_CASE("AWQ, GPTQ, FP8 and Q4_0 stay packed on a CPU: W.at is the file's number, bit by bit") {
+TEST_CASE("AWQ, GPTQ, FP8 and GGUF's blocks stay packed on a CPU: W.at is the file's number, bit by bit") {
     std::map<Format, int> seen;
     for (std::string model : {"awq", "gptq4", "gptq8", "fp8", "mixed/model.gguf", "chat/model.gguf"}) {
         CAPTURE(model);
@@ -261,7 +261,7 @@ TEST_CASE("AWQ, GPTQ, FP8 and Q4_0 stay packed on a CPU: W.at is the file's numb
             for (int r = 0; r < y.out(); r++)
                 for (int i = 0; i < y.in; i++) {
                     const float a = y.at(r, i), b = truth.at(r, i);
-                    if (y.format == Format::INT4 || y.format == Format::FP8) off += memcmp(&a, &b, 4) != 0;
+                    if (y.format == Format::INT4 || y.format == Format::FP8 || y.format == Format::BLOCKS) off += memcmp(&a, &b, 4) != 0;
                     if (y.format == Format::PLAIN) off += a != to_acc(to_bf16(b));
                     if (y.format == Format::INT8) {
                         float largest = 0;
@@ -273,7 +273,7 @@ TEST_CASE("AWQ, GPTQ, FP8 and Q4_0 stay packed on a CPU: W.at is the file's numb
         CHECK(off == 0);
         CHECK(step_bytes(w) < step_bytes(Weights<bf16>(file)));
     }
-    for (Format f : {Format::INT4, Format::FP8, Format::INT8, Format::PLAIN}) CHECK(seen[f] > 0);
+    for (Format f : {Format::INT4, Format::FP8, Format::INT8, Format::BLOCKS, Format::PLAIN}) CHECK(seen[f] > 0);
 }
 
 TEST_CASE("packed models: logits are transformers' on the same matrices, as defined and on every instruction set") {
