@@ -240,10 +240,11 @@ TEST_CASE("--starter: the questions that a chat begins with, in a model, an adap
         CHECK_THROWS_WITH_AS(read_starters("m", {{"starters", text}}),
                              doctest::Contains("m: starters in its metadata"), Error);
     }
-    for (std::string bad : {std::string(301, 'a'), std::string("\xff")}) {
+    for (auto& [bad, word] : std::vector<std::pair<std::string, std::string>>{
+             {std::string(301, 'a'), "--starter: a question is not 1 to 300 bytes"},
+             {"\xff", "--starter: invalid UTF-8 at byte 0"}}) {
         const Strings words = Strings{TINY, rows().first, "-o", out / "x", "--starter", bad} + ONE;
-        check_refusal(start(program("TRAIN_LORA", "./train_lora"), words).wait(), "train_lora",
-                      "--starter: a question is not 1 to 300 bytes");
+        check_refusal(start(program("TRAIN_LORA", "./train_lora"), words).wait(), "train_lora", word);
     }
 }
 
@@ -917,7 +918,7 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
     memset(&nan[nan.size() - 4], 0xff, 4);
     refused(config, nan, "has an infinity or a NaN");
     // The program itself: one line.
-    check_refusal(start(program("QWEN3", "./qwen3"), {TINY, "-i", "x", "-z", VOCABULARY, "--adapter", "/nowhere"}).wait(), "qwen3", "/nowhere/adapter_config.json: No such file");
+    check_refusal(start(program("QWEN3", "./qwen3"), {TINY, "-i", "x", "-z", VOCABULARY, "--adapter", "/nowhere"}).wait(), "qwen3", "--adapter /nowhere: No such file");
     check_refusal(start(program("QWEN3", "./qwen3"), {"tests/fixtures/tied_f32", "--ids", "1", "--adapter", FIXTURES + "adapter"}).wait(), "qwen3", "the config needs");
 }
 
@@ -946,6 +947,7 @@ TEST_CASE("--resume: every option is known to change a run, or not to") {
         {none, teacher}, {teacher, {"--distil-beta", "0.5"}}, {teacher, {"--distil-temp", "2"}}, {teacher, {"--distil-weight", "0.5"}}, {teacher, {"--on-policy", "0.5"}},
         {none, {"--batch", "4"}}, {none, {"--accum", "2"}}, {none, {"--max-len", "300"}}, {none, {"--lr", "0.1"}}, {none, {"--schedule", "linear"}}, {none, {"--warmup", "0.2"}},
         {none, {"--weight-decay", "0.2"}}, {none, {"--clip", "2"}}, {none, {"--no-shuffle"}}, {none, {"--seed", "7"}}, {none, {"--dtype", "f32"}}, {none, rope},
+        {none, {"--modules-to-save", "embed_tokens"}}, {{"--full"}, {"--moments", "8"}},
         {rope, {"--rope-scale", "3"}}, {rope, {"--yarn-orig-ctx", "64"}}};
     // Those of the number of steps, which is an argument; of ranks, which may change; of the machine; of other outputs. (A tokenizer is bound to the rows.)
     std::set<std::string> known = {"--epochs", "--steps", "--gpus", "--no-overlap", "--device", "--threads", "--packed", "--recompute", "--recipe", "--output", "--reward-timeout",
