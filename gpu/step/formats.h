@@ -18,6 +18,7 @@ template <class Use> void with_step_weights(const Linear<bf16>& W, Use use) {
             if (W.group % 64 || W.group_rows % 8)
                 DIE("--one-kernel: FP8 in blocks of %d x %d (multiples of 8 x 64 only)", W.group_rows, W.group);
             return use(StepPacked<PackedFp8, 1>());
+        case Format::BLOCKS: DIE("--one-kernel: GGUF's blocks (a GPU has them as INT8)");
     }
 }
 inline bool step_same(const Linear<bf16>& a, const Linear<bf16>& b) { // packed in the same way
