@@ -469,7 +469,7 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
     CHECK(Weights<bf16>(same, Format::PLAIN, true).layers[0].qkv.group == 32);
     check_refusal(run_qwen3({s / "same.bin", "--quantize", "int8", s / "x.bin"}), "qwen3", "is quantised already");
     // --dtype fp8 makes the same at load; of a file in FP8, nothing.
-    REQUIRE(run_qwen3({TINY, "--quantize", "fp8", s / "fp8.bin", "--embedding", "same"}).status == 0);
+    REQUIRE(run_qwen3({TINY, "--quantize", "fp8", s / "layers.bin", "--embedding", "same"}).status == 0);
     const auto logits = [&](const std::string& model, const std::string& dtype) {
         const Strings asked = {model, "-d", "cpu", "--ids", "5 6 7", "--logits-hash"};
         const Result r = run_qwen3(dtype.empty() ? asked : asked + Strings{"--dtype", dtype});
@@ -477,8 +477,8 @@ TEST_CASE("--quantize: files that open again, packed and not, with the numbers t
         REQUIRE(r.status == 0);
         return r.out;
     };
-    CHECK(logits(TINY, "fp8") == logits(s / "fp8.bin", ""));
-    CHECK(logits(s / "fp8.bin", "fp8") == logits(s / "fp8.bin", ""));
+    CHECK(logits(TINY, "fp8") == logits(s / "layers.bin", ""));
+    CHECK(logits(s / "layers.bin", "fp8") == logits(s / "layers.bin", ""));
     CHECK(logits(TINY, "fp8") != logits(TINY, ""));
     write_file(s / "short.txt", "a text of fewer tokens than a window has");
     for (Strings more : {Strings{"--group", "48"}, Strings{"--group", "64"}, Strings{"--calibrate", s / "short.txt", "-z", TINY_TOKENIZER}}) {
