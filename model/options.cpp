@@ -30,7 +30,7 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
          "on a GPU: a row's bits do not depend on its batch (slower; always so on\n"
          "a CPU)", flag(invariant)});
     }
-    table.push_back({"", "--packed", "", "keep quantised weights packed on a GPU, as a CPU does (default: unpack to\n"
+    table.push_back({"", "--packed", "", "keep quantised weights packed on a GPU, as on a CPU (default: unpack to\n"
          "bf16, faster if memory suffices)", flag(packed)});
     if (inference)
         table.push_back({"", "--activations", "NAME",
