@@ -16,11 +16,11 @@ struct Unfinished::Slot {
     pid_t owner;
     char path[4096];
 };
-static Unfinished::Slot slots[256];
+static Unfinished::Slot unfinished_names[256];
 
 Unfinished::Unfinished(const std::string& path) : slot(nullptr) {
     if (path.size() >= sizeof Slot::path) return;
-    for (Slot& s : slots) {
+    for (Slot& s : unfinished_names) {
         int free = Slot::FREE;
         if (!s.state.compare_exchange_strong(free, Slot::TAKEN)) continue;
         s.owner = getpid();
@@ -53,7 +53,7 @@ static void remove_folder(const char* path) {
 }
 
 void remove_unfinished() {
-    for (const auto& s : slots)
+    for (const auto& s : unfinished_names)
         if (s.state == Unfinished::Slot::NAMED && s.owner == getpid() && unlink(s.path) != 0 && errno == EISDIR)
             remove_folder(s.path);
 }

@@ -13,7 +13,9 @@ static Result run_qwen3(const Strings& arguments) {
     const char* path = getenv("QWEN3");
     return Process(path ? path : "./qwen3", arguments + Strings{"-j", "1"}).wait();
 }
-static Result must(const Strings& arguments) {
+static Result must(Strings arguments) {
+    for (const char* writes : {"--convert", "--quantize", "--convert-adapter"})
+        if (std::count(arguments.begin(), arguments.end(), writes)) arguments.push_back("--overwrite");
     const Result r = run_qwen3(arguments);
     INFO(r.err);
     REQUIRE(r.status == 0);

@@ -1302,8 +1302,8 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"-i", "a", "--index", library.index}, "--index is for --docs");
     refused({"-i", "a", "--passages", "4"}, "--passages is for --docs");
     refused({"-i", "a", "--quote", "1"}, "--quote is for --docs");
-    refused({"-i", "a", "--docs-embed", "m"}, "--docs-embed is for --docs");
-    refused({"-i", "a", "--docs-rerank", "m"}, "--docs-rerank is for --docs");
+    refused({"-i", "a", "--docs-embed", "README.md"}, "--docs-embed is for --docs");
+    refused({"-i", "a", "--docs-rerank", "README.md"}, "--docs-rerank is for --docs");
     library.put("a.md", "warp");
     refused({"-i", "a", "--docs", library.folder, "--index", library.index, "--docs-embed", "/no/model"}, "/no/model");
     refused({"-i", "a", "--docs", library.folder, "--index", library.index, "--docs-rerank", "/no/model"}, "/no/model");
@@ -1312,13 +1312,13 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"--ids", "1", "--docs", library.folder}, "--docs is for questions");
     refused({"-i", "a", "--docs", ""}, "--docs needs a value");
     refused({"-i", "a", "--docs", library.folder, "--passages", "0"}, "--passages");
-    // --tools goes with a chat only, and is refused before anything is loaded: neither the model is there nor a row.
+    // --tools goes with a chat only, and is refused before anything is loaded: the model is not there, and README.md has no rows.
     auto no_tools = [](Strings more) {
-        more.insert(more.end(), {"--tools", "/absent/tools"});
+        more.insert(more.end(), {"--tools", "README.md"});
         more.insert(more.begin(), "/absent/model");
         check_refusal(Process(qwen3(), more).wait(), "qwen3", "--tools is for a chat");
     };
-    no_tools({"-i", "a"}), no_tools({"--ids", "1"}), no_tools({"--ppl", "a"}), no_tools({"--bench"});
-    no_tools({"--eval", "a", "-o", "b"}), no_tools({"--embed", "-i", "a"});
-    no_tools({"--rerank", "-i", "a", "--texts", "b"});
+    no_tools({"-i", "a"}), no_tools({"--ids", "1"}), no_tools({"--ppl", "README.md"}), no_tools({"--bench"});
+    no_tools({"--eval", "README.md", "-o", "b"}), no_tools({"--embed", "-i", "a"});
+    no_tools({"--rerank", "-i", "a", "--texts", "README.md"});
 }
