@@ -500,7 +500,7 @@ TEST_CASE("experts: --calibrate by the command, with layers of both kinds, and h
         "decoder_sparse_step": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})");
     REQUIRE(run_qwen3({"--synthesize", s / "c.json", s / "m.bin"}).status == 0);
     const std::string notes = read_file("data/course/notes/01-introduction.md");
-    write_file(s / "short.txt", notes.substr(0, notes.rfind('\n', 400))), write_file(s / "long.txt", notes);
+    write_file(s / "short.txt", notes.substr(0, notes.find("。", 400) + 3)), write_file(s / "long.txt", notes);
     auto calibrated = [&](const std::string& out, const std::string& text, Strings more = {}) {
         return run_qwen3(Strings{s / "m.bin", "--quantize", "int4", s / out, "--group", "32", "--calibrate", s / text, "-z", "tests/fixtures/tiny/tokenizer.bin"} + more);
     };

@@ -1313,8 +1313,11 @@ TEST_CASE("qwen3 --docs: what is wrong is one line") {
     refused({"-i", "a", "--docs", ""}, "--docs needs a value");
     refused({"-i", "a", "--docs", library.folder, "--passages", "0"}, "--passages");
     // --tools goes with a chat only, and is refused before anything is loaded: the model is not there, and README.md has no rows.
-    auto no_tools = [](Strings more) {
-        more.insert(more.end(), {"--tools", "README.md"});
+    const Scratch scratch;
+    const std::string tools = scratch / "tools.json";
+    write_file(tools, R"([{"type": "function", "function": {"name": "f"}, "command": ["true"]}])");
+    auto no_tools = [&](Strings more) {
+        more.insert(more.end(), {"--tools", tools});
         more.insert(more.begin(), "/absent/model");
         check_refusal(Process(qwen3(), more).wait(), "qwen3", "--tools is for a chat");
     };
