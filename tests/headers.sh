@@ -88,7 +88,7 @@ export CXX NVCC
 case $($CXX --version) in *clang*) kind=pch;; *) kind=gch;; esac
 headers=$(find base model cpu gpu form book search train server cli capi -name '*.h' -o -name '*.cuh' | sort)
 count=$(echo "$headers" | wc -l)
-kernels=$(including "$(grep -lE '__device__|__global__|<<<|Gpu& gpu;|cudaGraphExec_t|uint4' $headers)")
+kernels=$(including "$(grep -lE '__device__|__global__|<<<|Gpu& gpu;|cudaGraphExec_t|uint4' $headers)" | grep -v '^cpu/')
 left=$(echo "$headers" | only_not "$kernels")
 left_out=
 if ! command -v "$NVCC" >/dev/null 2>&1; then
