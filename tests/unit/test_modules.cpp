@@ -46,7 +46,8 @@ TEST_CASE("an embedding and a head beside LoRA: PEFT's gradients, and the losses
     const Json peft(read_file(FIXTURES + "modules.json"));
     Scratch scratch;
     for (auto [name, base] : {std::pair("both", "tied"), {"embed", "tied"}, {"untied", "untied"}}) {
-        INFO(name);
+        const std::string kind = name;
+        INFO(kind);
         write_rows(base, scratch / "rows.bin");
         const Dataset data(scratch / "rows.bin");
         const ModelFile file(FIXTURES + base);

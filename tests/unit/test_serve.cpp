@@ -3202,7 +3202,8 @@ TEST_CASE("--batch: every option is known to change answers, or not to") {
         "--invariant", "--help"};
     CHECK(with(same) == base);
     for (auto& [name, both] : changes) {
-        INFO(name);
+        const std::string option = name;
+        INFO(option);
         CHECK(both.first != both.second);
         known.insert(name);
     }

@@ -954,7 +954,8 @@ TEST_CASE("--resume: every option is known to change a run, or not to") {
         "--eval", "--eval-every", "--allow-leak", "--save-every", "--ask", "--watch", "--tensorboard", "--resume", "--overwrite", "--merge", "--merge-as", "--starter",
         "--tokenizer", "--help"};
     for (auto& [base, more] : changes) {
-        INFO(more[0]);
+        const std::string what = more[0];
+        INFO(what);
         CHECK(described(base) == described(base));
         CHECK(described(base) != described(base + more));
         known.insert(more[0]);
