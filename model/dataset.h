@@ -95,7 +95,7 @@ struct Dataset {
     uint32_t id_limit() const { return largest + 1; } // above every id
     DatasetRow row(size_t i) const { return {token + begin[i], token + begin[i + 1]}; }
     uint64_t hash(size_t i) const { return row_hash[i]; }
-    // Of taught rows: places per trained token; the ids and log-probabilities of a row's trained tokens, in order.
+    // Taught rows: places per trained token; the ids and log-probabilities of a row's trained tokens, in order.
     size_t outcomes() const { return taught() ? (size_t)places : 0; }
     const uint32_t* outcome_ids(size_t i) const { return outcome_id + first_trained[i] * places; }
     const float* outcome_log_p(size_t i) const { return outcome_p + first_trained[i] * places; }

@@ -60,3 +60,15 @@ template <class A> double mean_kl(const std::vector<float>& truth, const std::ve
     }
     return sum / (double)rows;
 }
+
+// Logits at all positions of its prompts, by these weights. plain: as defined.
+template <class T> std::vector<acc<T>> logits_by(const Weights<T>& w, const Golden& g, bool plain) {
+    std::vector<acc<T>> out;
+    Context ctx;
+    ctx.plain = plain;
+    for (auto& prompt : g.prompts) {
+        Session<T> session(g.file.config, w, 64, ctx);
+        session.feed(prompt, nullptr, [&](const acc<T>* row) { out.insert(out.end(), row, row + g.file.config.V); });
+    }
+    return out;
+}

@@ -52,7 +52,7 @@ template <class T> bool rounds_packed() { return std::is_same_v<T, bf16> && inst
 template <class T> double packed_error(double size) {
     return sum_error<T>(size) + (rounds_packed<T>() ? rounding<bf16>(size) : 0);
 }
-// What numbers below 2^-126 may lose where instructions take bf16: each of x, each term and each sum becomes zero.
+// The loss by numbers below 2^-126 where instructions take bf16: each of x, each term and each sum becomes zero.
 inline double flushed(double weights, int in) { return rounds_packed<bf16>() ? std::ldexp(weights + 2 * in, -126) : 0; }
 
 // A packed Linear's numbers as S, unpacked.
@@ -66,3 +66,16 @@ template <class S> struct Unpacked : Linear<S> {
     }
     Unpacked(const Unpacked&) = delete;
 };
+
+// The bits of products of W with N > 16 rows of x depend on neither the batch nor the number of threads.
+template <class T> void same_bits_in_batches(const Linear<T>& W, const std::vector<T>& x, int N) {
+    const auto same = same_in_any_batch<T>(W, x, N);
+    for (int count : {1, 2, 3, 16})
+        for (int n = 0; n + count <= N; n += 7) CHECK(same(n, count));
+#ifdef _OPENMP
+    const int threads = omp_get_max_threads();
+    omp_set_num_threads(5);
+    CHECK(same(0, N));
+    omp_set_num_threads(threads);
+#endif
+}

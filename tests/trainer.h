@@ -2,12 +2,36 @@
 #pragma once
 #include "tests/process.h"
 #include "train/trainer.h"
+#include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdlib>
 #include <doctest/doctest.h>
+#include <thread>
 
 inline const char* program(const char* variable, const char* otherwise) {
     return getenv(variable) ? getenv(variable) : otherwise;
+}
+// train_lora (TRAIN_LORA, else the program here) with the small fixtures' vocabulary, on one thread.
+inline Process start_training(const Strings& arguments) {
+    const Strings more = {"-z", "tests/fixtures/tiny/tokenizer.bin", "-j", "1"};
+    return Process(program("TRAIN_LORA", "./train_lora"), arguments + more, "",
+                   [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
+}
+inline Result train(const Strings& arguments) {
+    const Result r = start_training(arguments).wait();
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r;
+}
+// Interrupts a run that writes to `folder` once its log has step 4.
+inline void interrupt_at_step_4(Process& p, const std::string& folder) {
+    for (int ms = 0; read_file_if(folder + "/trainer_log.jsonl").find("\"current_steps\": 4,") == std::string::npos; ms++) {
+        REQUIRE(ms < 60000);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    kill(p.pid, SIGINT);
+    CHECK(p.wait().status == 130);
 }
 // How many of the trainer's gradients are among `theirs`, by prefix + name: each of more than nothing, and within `off`
 // of its norm.

@@ -20,13 +20,6 @@ static Result must(const char* name, const Strings& arguments) {
     REQUIRE(r.status == 0);
     return r;
 }
-static Process start_training(const Strings& arguments) { return start(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}); }
-static Result train(const Strings& arguments) {
-    const Result r = start_training(arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 
 // 32 rows, 8 rows, and a teacher: `tiny`, trained on the former.
@@ -264,12 +257,7 @@ TEST_CASE("Ctrl-C and --resume with steps on own answers: to the bit as if nothi
     const size_t own = logged(out / "w", "completions/mean_length").size();
     CHECK((own > 1 && own < 9)); // of 10 steps
     Process p = start_training(how + Strings{"-o", out / "parts"});
-    for (int ms = 0; read_file_if(out / "parts" + "/trainer_log.jsonl").find("\"current_steps\": 4,") == std::string::npos; ms++) {
-        REQUIRE(ms < 60000);
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    kill(p.pid, SIGINT);
-    CHECK(p.wait().status == 130);
+    interrupt_at_step_4(p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 10);
     check_refusal(start_training(how + Strings{"--distil-temp", "2", "-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with distil-temp 1.0, not 2.0");
     check_refusal(start_training(how + Strings{"--teacher", TINY, "-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with teacher ");

@@ -12,15 +12,6 @@
 
 static const std::string FIXTURES = "tests/fixtures/train/", TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 
-static Process start_training(const Strings& arguments) {
-    return Process(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
-}
-static Result train(const Strings& arguments) {
-    const Result r = start_training(arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static Result run(const char* name, const Strings& arguments) {
     const Result r = Process(name, arguments).wait();
     INFO(r.err);
@@ -141,12 +132,7 @@ TEST_CASE("train_lora --modules-to-save: resume to the bit, ranks, the base open
     CHECK(r.err.find("embed_tokens, lm_head: 0.") != std::string::npos); // M of them trained
     CHECK(logged(out / "w", "loss").back() < 0.5 * logged(out / "w", "loss")[0]);
     Process p = start_training(how + Strings{"-o", out / "parts"});
-    for (int ms = 0; read_file_if(out / "parts" + "/trainer_log.jsonl").find("\"current_steps\": 4,") == std::string::npos; ms++) {
-        REQUIRE(ms < 60000);
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    kill(p.pid, SIGINT);
-    CHECK(p.wait().status == 130);
+    interrupt_at_step_4(p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 20);
     Strings other = how;
     other.back() = "lm_head";

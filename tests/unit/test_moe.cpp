@@ -69,16 +69,7 @@ TEST_CASE("experts in INT4, packed: no further from transformers' logits of the 
     for (const Layer<bf16>& layer : w.layers)
         for (const Expert<bf16>& e : layer.experts) CHECK((e.gate_up.format == Format::INT4 && e.down.format == Format::INT4));
     CHECK(w.layers[0].router.format == Format::PLAIN);
-    const auto logits = [&](bool plain) {
-        std::vector<float> out;
-        Context ctx;
-        ctx.plain = plain;
-        for (auto& prompt : g.prompts) {
-            Session<bf16> session(g.file.config, w, 64, ctx);
-            session.feed(prompt, nullptr, [&](const float* row) { out.insert(out.end(), row, row + g.file.config.V); });
-        }
-        return out;
-    };
+    const auto logits = [&](bool plain) { return logits_by(w, g, plain); };
     const auto kl = [&](bool plain) { return mean_kl(g.logits, logits(plain), g.file.config.V); };
     CHECK(kl(true) <= g.bf16_kl);
     on_every_instruction_set([&] { // (where weights are rounded a token of these goes to another expert)

@@ -79,15 +79,6 @@ TEST_CASE("adamw8: the first step is adamw's; later ones stay near it; blocks do
     CHECK(codes == codes_before);
 }
 
-static Process start_training(const Strings& arguments) {
-    return Process(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
-}
-static Result train(const Strings& arguments) {
-    const Result r = start_training(arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static std::string model(const std::string& out) { return read_file(out + "/model.bin"); }
 
 TEST_CASE("--full --moments 8: converges as with 32 bits, in less memory; resume to the bit, also on other ranks; a smaller state") {

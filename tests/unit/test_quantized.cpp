@@ -89,15 +89,7 @@ TEST_CASE_TEMPLATE("a row of a packed product has the same bits in any batch, fo
         const int N = 37;
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {45, 20}, in);
         const auto x = random.fill<T>((size_t)N * in);
-        const auto same = same_in_any_batch<T>(W, x, N);
-        for (int count : {1, 2, 3, 16})
-            for (int n = 0; n + count <= N; n += 7) CHECK(same(n, count));
-#ifdef _OPENMP
-        const int threads = omp_get_max_threads();
-        omp_set_num_threads(5);
-        CHECK(same(0, N));
-        omp_set_num_threads(threads);
-#endif
+        same_bits_in_batches<T>(W, x, N);
     });
 }
 
@@ -282,16 +274,7 @@ TEST_CASE("packed models: logits are transformers' on the same matrices, as defi
         const Golden g("quantized/" + model);
         const Weights<bf16> w(g.file, Format::PLAIN, true);
         CHECK((w.layers[0].down.format == Format::INT4 || w.layers[0].down.format == Format::FP8));
-        auto logits = [&](bool plain) {
-            std::vector<float> out;
-            Context ctx;
-            ctx.plain = plain;
-            for (auto& prompt : g.prompts) {
-                Session<bf16> session(g.file.config, w, 64, ctx);
-                session.feed(prompt, nullptr, [&](const float* row) { out.insert(out.end(), row, row + g.file.config.V); });
-            }
-            return out;
-        };
+        const auto logits = [&](bool plain) { return logits_by(w, g, plain); };
         const double defined = mean_kl(g.logits, logits(true), g.file.config.V);
         CHECK(defined <= g.bf16_kl);
         on_every_instruction_set([&] { CHECK(mean_kl(g.logits, logits(false), g.file.config.V) <= g.bf16_kl); });

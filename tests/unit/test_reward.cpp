@@ -11,13 +11,6 @@ static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "t
 static Process start(const char* name, const Strings& arguments) {
     return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
 }
-static Process start_training(const Strings& arguments) { return start(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}); }
-static Result train(const Strings& arguments) {
-    const Result r = start_training(arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static std::string pack(const Scratch& scratch, const std::string& name, const std::string& rows) {
     write_file(scratch / (name + ".jsonl"), rows);
     const Result r = start(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, scratch / (name + ".jsonl"), scratch / (name + ".bin"), "--info", "none"}).wait();

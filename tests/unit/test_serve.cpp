@@ -3195,7 +3195,7 @@ TEST_CASE("--batch: every option is known to change answers, or not to") {
         {"--docs", {base, docs}},
         {"--passages", {docs, with(same, nullptr, &fewer)}},
         {"--quote", {docs, with([](Options& o) { o.documents.quote = 1; }, nullptr, &documents)}}};
-    // Of documents: in Documents::hash. --packed: of quantised models only. Then what changes speed, room or the API alone.
+    // Documents::hash covers options of documents; --packed changes quantised models only. The others change speed, room or the API.
     std::set<std::string> known = {"--docs-embed", "--docs-rerank", "--index", "--packed", "--host", "--port", "--task", "--max-seqs", "--max-queue", "--kv-memory",
         "--cache-dir", "--cache-size", "--chunk", "--gpus", "--one-kernel", "--lookup", "--jump-ahead", "--api-key-file", "--deadline", "--drain-seconds", "--cors",
         "--predict-status", "--predict-system", "--predict-max-tokens", "--files", "--allow-adapter-loading", "--adapter-memory", "--title", "--starter", "--output", "--threads",

@@ -234,13 +234,6 @@ static Result must(const char* name, const Strings& arguments) {
     return r;
 }
 static const char* datagen() { return program("DATAGEN", "./datagen"); }
-static Process start_training(const Strings& arguments) { return Process(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}); }
-static Result train(const Strings& arguments) {
-    const Result r = start_training(arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 
 struct TeacherEndpoint : Process {
@@ -320,12 +313,7 @@ TEST_CASE("rows, an endpoint's answers with log-probabilities, packed rows, an a
     const Strings longer = Strings{TINY, packed, "--rank", "4", "--lr", "5e-3", "--steps", "30", "--batch", "4", "--dropout", "0.1", "--distil-beta", "0.5"};
     train(longer + Strings{"-o", out / "w"});
     Process p = start_training(longer + Strings{"-o", out / "parts"});
-    for (int ms = 0; read_file_if(out / "parts" + "/trainer_log.jsonl").find("\"current_steps\": 4,") == std::string::npos; ms++) {
-        REQUIRE(ms < 60000);
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    kill(p.pid, SIGINT);
-    CHECK(p.wait().status == 130);
+    interrupt_at_step_4(p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 30);
     check_refusal(start_training(longer + Strings{"--distil-temp", "2", "-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with distil-temp 1.0, not 2.0");
     train(longer + Strings{"-o", out / "parts", "--resume"});
