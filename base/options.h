@@ -10,15 +10,15 @@
 // Values follow as the next word or after `=` (--name=value); `--` ends the options; a lone - is no option.
 #pragma once
 #include "base/file.h"
+#include "base/stop.h"
 #include "qwen3.h" // QWEN3_VERSION
 #include <cctype>
 #include <climits>
-#include <csignal>
 #include <functional>
 #include <vector>
 
 // ---- Ctrl-C
-inline volatile sig_atomic_t interrupted = 0;
+inline StopFlag interrupted = 0;
 
 // Signals of `stop` set `interrupted`, and end the program when they come again. Those of `ignored` do nothing. So with
 // SIGPIPE writing to a pipe without a reader is an error of write, as a full disk is; with SIGXFSZ a file at its limit.

@@ -2,8 +2,8 @@
 #pragma once
 #include "base/error.h"
 #include "base/options.h" // interrupted
+#include "base/stop.h"
 #include "book/report.h"
-#include <csignal>
 #include <functional>
 #include <string>
 #include <string_view>
@@ -19,7 +19,7 @@ struct Reading {
     std::string clean, filter;
     bool plain = false;
     std::function<void(const std::string&)> tell = say;
-    const volatile sig_atomic_t* stop = &interrupted; // when it becomes non-zero, a converter is ended: Interrupted
+    const StopFlag* stop = &interrupted; // when it becomes non-zero, a converter is ended: Interrupted
     double limit = 0;                                 // seconds that a converter may take; 0: 120 of CPU time
 };
 

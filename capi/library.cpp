@@ -1,6 +1,7 @@
 /* capi/library.cpp: the C API of qwen3.h.   Build: make libqwen3.so */
 #include "qwen3.h"
 #include "base/error.h"
+#include "base/stop.h"
 #include "model/chat_template.h"
 #include "model/device.h"
 #include "model/loaded.h"
@@ -11,7 +12,6 @@
 #include "qwen3.cu"
 #include <algorithm>
 #include <atomic>
-#include <csignal>
 #include <cstddef>
 #include <exception>
 #include <functional>
@@ -156,7 +156,7 @@ template <class U> static long hand_out(const std::vector<U>& all, U* out, size_
 // Generates an answer after the fed tokens.
 static int answer(qwen3_context& context, const qwen3_sampling* how, bool in_thought,
                   const std::function<int(std::string_view)>& show) {
-    volatile sig_atomic_t stopped = 0;
+    StopFlag stopped = 0;
     Generation g;
     g.in_thought = in_thought;
     g.sampling = sampling_of(how);

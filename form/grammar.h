@@ -5,10 +5,10 @@
 // rules. It may come from a hostile client: the number of positions is limited, and so are memory and steps of the
 // construction (spend).
 #pragma once
+#include "base/stop.h"
 #include "form/pattern.h"
 #include <array>
 #include <bitset>
-#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,7 +24,7 @@ constexpr char ADDED_TOKEN = '\xFF';
 using ByteSet = std::bitset<256>;
 
 // Set by the server for the thread that reads a request: non-zero once the client has gone, which stops the building.
-inline thread_local const volatile sig_atomic_t* form_stop = nullptr;
+inline thread_local const StopFlag* form_stop = nullptr;
 
 struct Grammar {
     // BYTES: a byte of set y, then x. SPLIT: x or y. CALL: rule y, then x. FINAL: the rule ends. NEVER: dead end.

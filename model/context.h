@@ -1,7 +1,7 @@
 // model/context.h: where ops run, on the CPU or a GPU, and copies to and from there.
 #pragma once
 #include "base/arena.h"
-#include <csignal>
+#include "base/stop.h"
 #include <cstring>
 #include <memory>
 
@@ -16,7 +16,7 @@ struct Context {
     bool fp8_activations = false;                // on a GPU: of prompts, for FP8 weights: see round_activations
     // On a GPU, drawn tokens by step.h's kernel: WHERE_FASTER as StepRoad::find says.
     enum OneKernel { OFF, WHERE_FASTER, TOGETHER, BY_PHASE } one_kernel = OFF;
-    const volatile sig_atomic_t* stop = nullptr; // forward and backward give up between layers when this is not zero
+    const StopFlag* stop = nullptr; // forward and backward give up between layers when this is not zero
 };
 
 void gpu_copy(Context& ctx, void* to, const void* from, size_t bytes, bool to_host); // model/gpu.cu

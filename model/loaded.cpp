@@ -1,9 +1,9 @@
 // model/loaded.cpp: a model in memory and its conversations, whatever type its numbers are stored as.
 #include "model/loaded.h"
+#include "base/stop.h"
 #include "model/step_bytes.h"
 #include "model/device.h"
 #include "model/weights.h"
-#include <csignal>
 
 template <class T> struct ConversationOf : Conversation {
     Session<T> session;
@@ -18,7 +18,7 @@ template <class T> struct ConversationOf : Conversation {
     float* logits() override { return session.logits; }
     LookUp& lookup() override { return session.lookup; }
 
-    void feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop, const Rows& rows) override {
+    void feed(const std::vector<int>& tokens, const StopFlag* stop, const Rows& rows) override {
         session.feed(tokens, stop, rows);
     }
     void rewind(size_t n) override { session.rewind(n); }

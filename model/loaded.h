@@ -1,12 +1,12 @@
 // model/loaded.h: a model in memory and its conversations, whatever type its numbers are stored as: Weights<T> and
 // Session<T> for code that is compiled once.
 #pragma once
+#include "base/stop.h"
 #include "model/adapters.h"
 #include "model/lookup.h"
 #include "model/session.h"
 #include "model/tokenizer.h"
 #include "qwen3.cu"
-#include <csignal>
 #include <cstddef>
 #include <functional>
 #include <memory>
@@ -25,7 +25,7 @@ struct Conversation {
     virtual float* logits() = 0;
     virtual LookUp& lookup() = 0;
 
-    virtual void feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop = nullptr,
+    virtual void feed(const std::vector<int>& tokens, const StopFlag* stop = nullptr,
                       const Rows& rows = nullptr) = 0;
     virtual void rewind(size_t n) = 0;
     virtual bool full() const = 0;

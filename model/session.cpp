@@ -1,10 +1,10 @@
 // model/session.cpp: a conversation: tokens in, logits and draws out; answers.
 #include "model/session.h"
+#include "base/stop.h"
 #include "model/instances.h"
 #include "model/stop_filter.h"
 #include "model/utf8.h"
 #include <algorithm>
-#include <csignal>
 #include <numeric>
 #include <utility>
 
@@ -43,7 +43,7 @@ void Session<T>::plan() {
 }
 
 template <class T>
-void Session<T>::feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop,
+void Session<T>::feed(const std::vector<int>& tokens, const StopFlag* stop,
                       const std::function<void(const acc<T>*)>& rows) {
     if (tokens.size() > (size_t)capacity - ids.size())
         DIE("%zu tokens do not fit: the context holds %d and %zu are in it", tokens.size(), capacity, ids.size());

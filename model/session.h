@@ -1,9 +1,9 @@
 // model/session.h: one conversation of a model and its cache, and the generation of an answer in it.
 #pragma once
+#include "base/stop.h"
 #include "model/lookup.h"
 #include "model/tokenizer.h"
 #include "qwen3.cu"
-#include <csignal>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -62,7 +62,7 @@ template <class T> struct Session {
     // Appends tokens; afterwards `logits` are the last one's. `rows` (if given) receives the logits of every token in
     // turn. Stops early, keeping the tokens done so far, when *stop becomes non-zero. Throws Error if they do not fit
     // or one is not in the vocabulary.
-    void feed(const std::vector<int>& tokens, const volatile sig_atomic_t* stop = nullptr,
+    void feed(const std::vector<int>& tokens, const StopFlag* stop = nullptr,
               const std::function<void(const acc<T>*)>& rows = nullptr);
 
     // The logits of R rows of the last batch, from row n on.
@@ -96,7 +96,7 @@ struct Generation {
     Sampling sampling;
     size_t max_tokens = SIZE_MAX;
     std::vector<std::string> stops;
-    const volatile sig_atomic_t* interrupt = nullptr;
+    const StopFlag* interrupt = nullptr;
     bool in_thought = false;      // the prompt opens a thought (opens_thought): the answer's text begins with its mark
 
     std::vector<int> ids;         // the answer, without the end token

@@ -1,12 +1,12 @@
 // search/embedder.cpp: packs texts into batches and computes them; see embedder.h.
 #include "qwen3.cu"
+#include "base/stop.h"
 #include "search/embedder.h"
 #include "base/error.h"
 #include "model/instances.h"
 #include "model/session.h" // the sizes of chunks
 #include "search/embed.h"
 #include <algorithm>
-#include <csignal>
 
 template <class T>
 Embedder<T>::Embedder(const Config& c, const Weights<T>& w, int longest, const Context& where)
@@ -23,7 +23,7 @@ Embedder<T>::Embedder(const Config& c, const Weights<T>& w, int longest, const C
 }
 
 template <class T>
-void Embedder<T>::run(const std::vector<std::vector<int>>& texts, const volatile sig_atomic_t* stop, const Each& f) {
+void Embedder<T>::run(const std::vector<std::vector<int>>& texts, const StopFlag* stop, const Each& f) {
     for (auto& ids : texts) {
         if (ids.empty() || ids.size() > (size_t)capacity)
             DIE("a text of %zu tokens; there is room for %d", ids.size(), capacity);
@@ -56,7 +56,7 @@ template <class T> void Embedder<T>::plan() {
 // Computes one batch from texts[next] on, of which `done` tokens are computed; advances both.
 template <class T>
 auto Embedder<T>::compute(const std::vector<std::vector<int>>& texts, size_t& next, size_t& done,
-                          const volatile sig_atomic_t* stop) -> std::vector<Last> {
+                          const StopFlag* stop) -> std::vector<Last> {
     std::vector<int> tokens, positions, sequences, slots, pages;
     std::vector<Last> lasts;
     int B = 0, free = max_pages, longest = 0;

@@ -1,8 +1,8 @@
 // search/embedder.h: the hidden states of many texts, packed into ragged batches; no head is computed.
 #pragma once
+#include "base/stop.h"
 #include "model/tokenizer.h"
 #include "qwen3.cu"
-#include <csignal>
 #include <cstddef>
 #include <functional>
 #include <string>
@@ -22,7 +22,7 @@ template <class T> struct Embedder {
 
     using Each = std::function<void(size_t i, const std::vector<float>& hidden)>;
     // Calls f(i, hidden) for every text in order, each of 1 .. capacity ids. Stops early when *stop becomes non-zero.
-    void run(const std::vector<std::vector<int>>& texts, const volatile sig_atomic_t* stop, const Each& f);
+    void run(const std::vector<std::vector<int>>& texts, const StopFlag* stop, const Each& f);
 
   private:
     struct Last { size_t text; int row; }; // the end of a text in a batch
@@ -35,7 +35,7 @@ template <class T> struct Embedder {
 
     void plan();
     std::vector<Last> compute(const std::vector<std::vector<int>>& texts, size_t& next, size_t& done,
-                              const volatile sig_atomic_t* stop);
+                              const StopFlag* stop);
 };
 
 // The vectors of documents; with a task, of queries.

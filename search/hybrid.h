@@ -3,17 +3,17 @@
 #pragma once
 #include "base/error.h"
 #include "base/options.h" // interrupted
+#include "base/stop.h"
 #include "model/options.h"
 #include "search/document_models.h"
 #include "search/document_options.h"
-#include <csignal>
 
 // An aborted lookup.
 struct LookupStopped : Error {
     using Error::Error;
 };
 // When it becomes non-zero, the lookups of this thread are aborted.
-inline thread_local const volatile sig_atomic_t* lookup_stop = &interrupted;
+inline thread_local const StopFlag* lookup_stop = &interrupted;
 
 // Opens the models of --docs-embed and --docs-rerank, on the other model's device, in their stored format.
 DocumentModels open_document_models(const ModelOptions& like, const DocumentOptions& documents);

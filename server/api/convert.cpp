@@ -2,6 +2,7 @@
 #include "server/api/convert.h"
 #include "base/error.h"
 #include "base/file.h"
+#include "base/stop.h"
 #include "base/temporary.h"
 #include "base/text.h"
 #include "book/arguments.h"
@@ -39,8 +40,7 @@ static std::string renamed(std::string message, const std::string& file, const s
     return message;
 }
 
-std::string converted_document(const std::string& name, std::string_view bytes, const volatile sig_atomic_t* stop,
-                               double limit) {
+std::string converted_document(const std::string& name, std::string_view bytes, const StopFlag* stop, double limit) {
     if (name.empty() || name.size() > MAX_NAME || name.find('\0') != name.npos)
         throw Refusal(400, format("name must have 1 to %zu bytes", MAX_NAME), "name");
     if (invalid_utf8(name) != name.npos) throw Refusal(400, "name: invalid UTF-8", "name");

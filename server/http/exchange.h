@@ -4,6 +4,7 @@
 //   exchange.cpp   the head, the body, and the log line       routes.cpp    the handlers of the paths
 //   metrics.cpp    Prometheus metrics                         send.cpp      whole answers, streams, headers
 #pragma once
+#include "base/stop.h"
 #include "server/api/answer.h"
 #include "server/api/fields.h"
 #include "server/api/limits.h"
@@ -15,7 +16,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cctype>
-#include <csignal>
 #include <cstdint>
 #include <initializer_list>
 #include <map>
@@ -63,7 +63,7 @@ struct Exchange {
     std::unique_ptr<Answer> answer;
     std::shared_ptr<Reply> reply;
     bool suspended = false, probed = false; // guarded by reply->mutex
-    volatile sig_atomic_t gone = 0;        // set when the peer leaves while a worker has its request
+    StopFlag gone = 0;                     // set when the peer leaves while a worker has its request
     bool entered = false, looked_for = false; // it holds a place at the desk; watch() checks its peer
     std::string out;                       // data being sent; of a stream, up to `sent`
     size_t sent = 0;

@@ -1,5 +1,6 @@
 // Between the logits and the user: penalties, stop strings, `generate`. Each against a plain way to say the same.
 #include "model/chat_template.h"
+#include "base/stop.h"
 #include "model/model_file.h"
 #include "model/pace.h"
 #include "model/session.h"
@@ -255,7 +256,7 @@ TEST_CASE("each token is drawn from the penalised logits, and these are divided 
 TEST_CASE("an interrupt ends the answer and keeps what is there; rows of feed are the same one by one") {
     Tiny tiny;
     Generation g;
-    volatile sig_atomic_t stop = 0;
+    StopFlag stop = 0;
     g.sampling.temperature = 0;
     g.max_tokens = 30;
     g.interrupt = &stop;

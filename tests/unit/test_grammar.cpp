@@ -1,6 +1,7 @@
 // Grammars: what the automaton accepts and which tokens it allows, against brute force; JSON schemas against
 // JSON-Schema-Test-Suite; hostile input. tests/fixtures/schema: tests/reference/make_schema_fixtures.py
 #include "form/gbnf.h"
+#include "base/stop.h"
 #include "form/matcher.h"
 #include "form/regex.h"
 #include "form/schema.h"
@@ -9,7 +10,6 @@
 #include "tests/sanitized.h"
 #include "tests/schemas.h"
 #include <arpa/inet.h>
-#include <csignal>
 #include <regex>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -652,7 +652,7 @@ TEST_CASE("forms: memory and steps are bounded before they are taken, whatever a
     }
     MESSAGE("the slowest takes ", slowest, " s of a core");
     // Once the client has gone nothing goes on.
-    volatile sig_atomic_t gone = 1;
+    StopFlag gone = 1;
     form_stop = &gone;
     CHECK(refusal_of([&] { from_schema(R"({"type": "object"})"); }).find("gone") != std::string::npos);
     form_stop = nullptr;

@@ -1,6 +1,7 @@
 // Prompt lookup: the ids, the text and the end of an answer are those of a step a token, whatever is proposed; and it is
 // tried only while it pays.
 #include "tests/common.h"
+#include "base/stop.h"
 
 // An answer, told by all that can be seen of it.
 struct Answered {
@@ -202,7 +203,7 @@ TEST_CASE("the length, the context, an end token, a stop string, Ctrl-C: whereve
         const std::vector<int> ids = model.answer(model.prompt, how, 0).ids;
         for (int lookup : {0, LookUp::MOST})
             for (size_t n = 1; n < LENGTH; n++) {
-                volatile sig_atomic_t stop = 0;
+                StopFlag stop = 0;
                 Generation g = how;
                 g.interrupt = &stop;
                 model.session.rewind(0);

@@ -993,7 +993,9 @@ struct Serving : Process {
         }
     }
     ~Serving() {
-        if (port) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+        int status;
+        if (port && waitpid(pid, &status, WNOHANG) == pid) FAIL_CHECK("the server ended by itself: ", err.text());
+        else if (port) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
     }
     static Strings with(const Strings& more, const std::string& model = MODEL) {
         Strings all = {model, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};
