@@ -14,6 +14,7 @@
 #include "qwen3.h" // QWEN3_VERSION
 #include <cctype>
 #include <climits>
+#include <csignal> // the numbers that take_signals takes
 #include <functional>
 #include <vector>
 
