@@ -48,8 +48,7 @@ NCCL      := $(shell LC_ALL=C ldconfig -p 2>/dev/null | grep -o 'libnccl\.so\.2'
 # A GPU found: its own code. None: the CPU's build, unless ARCH says for which GPU. 9.0 becomes 90a (wgmma), always as
 # -gencode. `all` takes what this nvcc knows.
 comma    := ,
-empty    :=
-space    := $(empty) $(empty)
+space    := $(subst ,, )
 ifneq ($(HAVE_NVCC),)
 GPU       := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+$$' | sort -u | tr -d .)
 KNOWN     := $(shell $(NVCC) --list-gpu-code 2>/dev/null | sed -n 's/^sm_//p')
@@ -78,27 +77,29 @@ B          = $(BUILD)/$(MODE)
 # ---- Sources and objects. A room is one object: parsing its headers once instead of in each source halves the CPU
 # seconds. Code that runs for each token, word or weight is one more, optimised. Sources with a library or an
 # instruction set of their own, and nvcc's, are separate objects.
-ROOMS      = base model form search book train cli $(if $(MHD),server server/engine server/api server/http)
+ROOMS      = base model form search book book/datagen train cli $(if $(MHD),server server/engine server/api server/http)
 ROOM_FILES = $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA),,$(wildcard $(1)/*.cu)))
-HOT        = $(filter $(ROOMS:%=%/%),model/tokenizer.cpp model/lookup.cpp model/quantized.cpp model/quantize_matrix.cpp \
-             form/grammar.cpp form/automaton.cpp form/masks.cpp search/index.cpp search/words.cpp search/hybrid.cpp \
-             $(patsubst %,book/%.cpp,jieba words characters minhash score bleu_words rouge_index))
-SEPARATE   = book/generate.cpp book/grade.cpp book/libcurl.cpp cli/libedit.cpp cpu/%
+HOT        = $(filter $(ROOMS:%=%/%),$(patsubst %,model/%.cpp,tokenizer lookup quantized quantize_matrix) \
+             $(patsubst %,form/%.cpp,grammar automaton masks) $(patsubst %,search/%.cpp,index words hybrid) \
+             $(patsubst %,book/%.cpp,jieba words characters) $(HOT_DATA))
+HOT_DATA   = $(patsubst %,book/datagen/%.cpp,minhash score bleu_words rouge_index)
+SEPARATE   = $(patsubst %,book/datagen/%.cpp,generate grade libcurl) cli/libedit.cpp cpu/%
 SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(if $(TEXT),,$(wildcard cpu/*.cpp)) \
              $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
-OBJECTS    = $(B)/text.o $(B)/hot/room.o $(ROOMS:%=$(B)/%/room.o) $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
-# Tests link all objects. qwen3 and datagen do not wait for those of train/ and server/.
+OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%/room.o,hot $(if $(filter book/datagen,$(ROOMS)),hot/datagen) $(ROOMS)) \
+             $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
+# Tests link all objects. qwen3 waits only for those that it needs.
 LIB        = $(B)/all.a
 CORE       = $(B)/core.a
+DATAGEN    = $(filter $(B)/book/datagen/% $(B)/hot/datagen/%,$(OBJECTS))
 TRAIN      = $(filter $(B)/train/%,$(OBJECTS))
 SERVER     = $(filter $(B)/server/%,$(OBJECTS))
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 .PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
-        course course-folder dist wheel clean cuda-check lab lab-check lab-plots check-env
+        course course-folder dist wheel clean cuda-check lab lab-check lab-plots check-env text-programs
 all cpu: $(PROGRAMS_ALL)
 portable:
 	@$(MAKE) TEXT=1 text-programs
-.PHONY: text-programs
 text-programs: $(filter-out $(B)/datagen,$(PROGRAMS_ALL:%=$(B)/%)) | info
 	@echo "built     $(filter-out %.a,$^)"
 
@@ -130,7 +131,7 @@ OPT_CPU    = -O3
 OPT_HOT    = -O2
 # (private: what they need, the shared header among it, is compiled as always.)
 $(B)/cpu/%.o: private OPT = $(OPT_CPU)
-$(B)/text.o $(B)/hot/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
+$(B)/text.o $(B)/hot/room.o $(B)/hot/datagen/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
 $(B)/server/%.o: private OPT = -O1
 $(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
 $(B)/train/room.o: private FLAGS += $(if $(MHD),-DHAVE_MICROHTTPD)
@@ -153,10 +154,12 @@ endef
 COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) -MMD -MP
 CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h)
 
-$(ROOMS:%=$(B)/%/room.cpp) $(B)/hot/room.cpp: $(B)/%/room.cpp: FORCE
-	@mkdir -p $(@D); printf '\043include "%s"\n' $(if $(filter hot,$*),$(HOT),$(call ROOM_FILES,$*)) >$@.new
+ROOM_OBJECTS = $(filter %/room.o,$(OBJECTS))
+FILES_OF   = $(if $(filter hot%,$(1)),$(if $(filter hot,$(1)),$(filter-out $(HOT_DATA),$(HOT)),$(HOT_DATA)),$(ROOM_FILES))
+$(ROOM_OBJECTS:.o=.cpp): $(B)/%/room.cpp: FORCE
+	@mkdir -p $(@D); printf '\043include "%s"\n' $(call FILES_OF,$*) >$@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
-$(ROOMS:%=$(B)/%/room.o) $(B)/hot/room.o: $(B)/%/room.o: $(B)/%/room.cpp $(PCH)
+$(ROOM_OBJECTS): $(B)/%/room.o: $(B)/%/room.cpp $(PCH)
 	@echo "$(notdir $(CXX))  $*/"
 	$(Q)$(CPP) -c $< -o $@
 $(B)/%.o: %.cpp $(PCH)
@@ -172,14 +175,15 @@ $(B)/main/%.o: %.cu $(PCH)
 $(B)/main/%.o: %.cpp $(PCH)
 	$(CPP_OBJECT)
 $(LIB): $(OBJECTS)
-$(CORE): $(filter-out $(TRAIN) $(SERVER),$(OBJECTS))
+$(CORE): $(filter-out $(DATAGEN) $(TRAIN) $(SERVER),$(OBJECTS))
 $(LIB) $(CORE):
 	@rm -f $@ && ar rcs $@ $^
 LINK       = $(if $(CUDA),$(NVCC) $(GENCODE) -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(FLAGS))),$(CXX) $(FLAGS) $(SAN))
 $(B)/qwen3: LIBS = $(EDIT)
 $(B)/datagen: LIBS = $(CURL)
 $(B)/serve $(B)/train_lora: LIBS = $(MHD)
-$(B)/train_lora: $(TRAIN)
+$(B)/datagen: $(DATAGEN)
+$(B)/train_lora: $(DATAGEN) $(TRAIN)
 $(B)/serve: $(SERVER)
 $(PROGRAMS_ALL:%=$(B)/%): $(B)/%: $(B)/main/%.o $(CORE)
 	$(Q)$(LINK) $(filter-out $(CORE),$^) $(CORE) -o $@ $(LIBS) $(CMARK)
@@ -187,8 +191,7 @@ $(PROGRAMS_ALL): %: $(B)/% FORCE | info
 	@[ $@ -ef $< ] || { ln -f $< $@ && echo "built     ./$@"; }
 
 # The study text, its headers and the sources of qwen3 as one file; model/*.cu last, where g++ skips their includes.
-SINGLE     = qwen3.cu $(filter-out book/generate.cpp book/grade.cpp book/libcurl.cpp,\
-               $(wildcard $(patsubst %,%/*.cpp,base model form search book cli))) $(wildcard model/*.cu)
+SINGLE     = qwen3.cu $(wildcard $(patsubst %,%/*.cpp,base model form search book cli) model/*.cu)
 single: $(BUILD)/qwen3_single.cu
 $(BUILD)/qwen3_single.cu: capi/single.awk $(shell git ls-files '*.h' 2>/dev/null) $(SINGLE)
 	@mkdir -p $(BUILD)
@@ -201,10 +204,8 @@ define JOIN
 @mkdir -p $(BUILD)
 @{ printf 'R"page(' && awk -v folders="$(2)" '/^[{][{][a-z]*[.][a-z]*[}][}]$$/ { \
     parts = split(folders, folder, " "); \
-    for (n = k = 0; n == 0 && k++ < parts;) { \
-      file = folder[k] "/" substr($$0, 3, length - 4); \
-      for (; (getline line < file) > 0; n++) print line; \
-    } \
+    for (n = k = 0; n == 0 && k++ < parts;) \
+      for (file = folder[k] "/" substr($$0, 3, length - 4); (getline line < file) > 0; n++) print line; \
     if (n == 0) { print $$0 ": cannot be read" > "/dev/stderr"; exit 1 } \
     next \
   } {print}' $(1) && printf ')page"\n'; } > $@.$$$$ && mv $@.$$$$ $@

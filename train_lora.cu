@@ -51,7 +51,7 @@
 */
 #include "base/file.h"
 #include "book/arguments.h"
-#include "book/pack.h"
+#include "book/datagen/pack.h"
 #include "model/chat_template.h"
 #include "model/dataset.h"
 #include "model/device.h"

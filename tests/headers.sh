@@ -21,6 +21,7 @@ place() {
     case $1 in
     build/* | sj.h | qwen3.h | base/*) place=0 room=base;;
     qwen3.cu | model/*) place=1 room=model;;
+    book/datagen/*) place=3 room=datagen;;
     cpu/* | gpu/* | form/* | book/*) place=2 room=${1%%/*};;
     search/*) place=3 room=search;;
     train/* | cli/*) place=4 room=${1%%/*};;

@@ -1,10 +1,10 @@
 // train/rewards.cpp: rewards by rules, and by a program.
-#include "train/rewards.h"
 #include "base/child.h"
 #include "base/options.h"
-#include "book/score.h"
+#include "book/datagen/score.h"
 #include "model/utf8.h"
 #include "sj.h"
+#include "train/rewards.h"
 #include <algorithm>
 #include <cmath>
 #include <locale.h>

@@ -4,7 +4,7 @@
 //   std::vector<double> r = reward.of(answers);        // a number for each; throws Error
 //
 //   exact           1 if the answer is the row's (white space at both ends apart), else 0
-//   choice          1 if it names the letter that the row's answer names (book/score.h's rule), else 0
+//   choice          1 if it names the letter that the row's answer names (book/datagen/score.h's rule), else 0
 //   rouge-l         ROUGE-L against the row's answer, 0 to 1 (score.h's, over jieba's words)
 //   regex:PATTERN   1 if the pattern (POSIX extended) is found in the answer, else 0
 //   length:N        0 up to N tokens; longer ones fall to -1 at 2 N

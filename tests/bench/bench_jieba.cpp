@@ -6,8 +6,8 @@
 // line, with a byte 1 after each. The same files through jieba, compared word by word:
 //   python tests/reference/peer_jieba.py build/bench_jieba FILE...
 #include "base/file.h"
+#include "book/datagen/score.h"
 #include "book/jieba.h"
-#include "book/score.h"
 #include "sj.h"
 #include "tests/bench/zipf.h"
 #include <algorithm>

@@ -9,7 +9,7 @@
 //   build/bench_retrieval vectors N DIMENSIONS                 a question's product with N vectors, and the best of them
 #include "base/file.h"
 #include "base/options.h"
-#include "book/intervals.h"
+#include "book/datagen/intervals.h"
 #include "book/jieba.h"
 #include "model/utf8.h"
 #include "search/documents.h"

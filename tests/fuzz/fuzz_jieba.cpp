@@ -1,10 +1,10 @@
 // Fuzzes segmentation and scores with any text, and the loader of jieba.bin with any file: bytes that begin
 // like a jieba.bin are one.
 #include "base/error.h"
-#include "book/bleu_words.h"
-#include "book/facts_and_choices.h"
+#include "book/datagen/bleu_words.h"
+#include "book/datagen/facts_and_choices.h"
+#include "book/datagen/score.h"
 #include "book/jieba.h"
-#include "book/score.h"
 #include "model/utf8.h"
 #include <cmath>
 #include <cstdlib>

@@ -2,9 +2,9 @@
 // rows. Every row's text is where it says it is, rows do not overlap, and no byte of a file of lines is lost.
 #include "base/error.h"
 #include "book/conversations.h"
+#include "book/datagen/training_rows.h"
 #include "book/rows.h"
 #include "book/text.h"
-#include "book/training_rows.h"
 #include "model/dataset.h"
 #include "model/tokenizer.h"
 #include "sj.h"

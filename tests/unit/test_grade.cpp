@@ -1,8 +1,8 @@
 // datagen grade: questions out of files, the table, and the command (DATAGEN, else ./datagen) against a server in a
 // thread that keeps the judge's contract in both modes, or breaks it.
-#include "book/grade_rows.h"
-#include "book/grade_table.h"
-#include "book/score.h"
+#include "book/datagen/grade_rows.h"
+#include "book/datagen/grade_table.h"
+#include "book/datagen/score.h"
 #include "model/tokenizer.h"
 #include "sj.h"
 #include "tests/http.h"

@@ -1,13 +1,13 @@
 // Segmentation as jieba's, scores as rouge_chinese's, nltk's and sacrebleu's, and the command. What must come
 // out was made with the originals by make_score_fixtures.py.
-#include "book/bleu_words.h"
-#include "book/facts_and_choices.h"
-#include "book/intervals.h"
+#include "book/datagen/bleu_words.h"
+#include "book/datagen/facts_and_choices.h"
+#include "book/datagen/intervals.h"
+#include "book/datagen/nearest_answer.h"
+#include "book/datagen/score.h"
+#include "book/datagen/score_rows.h"
+#include "book/datagen/score_table.h"
 #include "book/jieba.h"
-#include "book/nearest_answer.h"
-#include "book/score.h"
-#include "book/score_rows.h"
-#include "book/score_table.h"
 #include "model/utf8.h"
 #include "tests/process.h"
 #include <cmath>

@@ -3,7 +3,7 @@
 // tests/reference/make_distil.py.
 #include <doctest/doctest.h>
 #include "base/file.h"
-#include "book/taught.h"
+#include "book/datagen/taught.h"
 #include "tests/common.h"
 #include "tests/files.h"
 #include "tests/process.h"

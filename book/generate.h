@@ -1,9 +1,0 @@
-// book/generate.h: `datagen generate`: sends requests to an OpenAI-compatible endpoint, several at once. By libcurl.
-#pragma once
-#include "book/arguments.h"
-
-namespace book {
-
-int run_generate(const Arguments& a); // without libcurl: Error
-
-} // namespace book
