@@ -169,12 +169,14 @@ typename Trainer<T>::Begun Trainer<T>::check_state(const char* name, const Metad
     const sj::Value on = theirs.root()["ranks"], of = theirs.root()["steps"];
     const Begun begun = {on ? (int)on.number() : 1, (int64_t)of.number()};
     const std::set<std::string> free = {"ranks", "batch", "accum", "steps"};
-    for (auto [key, mine] : ours.root().members()) {
-        if (begun.ranks != ranks.size && free.count(std::string(key))) continue;
-        if (const std::string was = sj::dump(theirs.root()[key]), is = sj::dump(mine); was != is)
-            DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
-                was.c_str(), is.c_str());
-    }
+    auto said = [](sj::Value v) { return v ? sj::dump(v) : "unset"; };
+    for (const sj::Doc* one : {&ours, &theirs}) // (either may have options that the other leaves unset)
+        for (auto [key, value] : one->root().members()) {
+            if (begun.ranks != ranks.size && free.count(std::string(key))) continue;
+            if (const std::string was = said(theirs.root()[key]), is = said(ours.root()[key]); was != is)
+                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                    was.c_str(), is.c_str());
+        }
     return begun;
 }
 
