@@ -11,7 +11,8 @@
 // Limits, patterns, terms and prompts are data: see data/datagen: limits.txt, the other lists, prompts/. A limit in
 // the code protects the program, not the dataset: rows up to 64 MB, replies up to 32 MB, 2^32 rows a file.
 //
-// Here: options, the table of commands, main. A command is a file of book/, under its name.
+// Here: options, the table of commands, main. A command is a file of book/datagen/, under its
+// name; `ask` is in taught.cpp, `score` in score_command.cpp.
 #include "base/error.h"
 #include "base/file.h"
 #include "base/options.h"

@@ -1323,7 +1323,7 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 // ###################################################### Book II ######################################################
 // Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Three are
 // elsewhere: those of experts in model/experts.cu, of `sample` in model/sample.cu, of `distillation` in
-// train/distillation.cu, of `adamw8` in train/moments.cu. Suites also compile some of the kernels for a CPU and run
+// train/distillation.cu, of `adamw8` in train/adamw8.cu. Suites also compile some of the kernels for a CPU and run
 // them there (tests/emulate).
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS

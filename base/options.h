@@ -10,7 +10,7 @@
 // Values follow as the next word or after `=` (--name=value); `--` ends the options; a lone - is no option.
 #pragma once
 #include "base/file.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "qwen3.h" // QWEN3_VERSION
 #include <cctype>
 #include <climits>

@@ -1,4 +1,5 @@
-// book/pages.h: cleans text extracted from a PDF: page breaks, page numbers, running heads and hyphens are removed.
+// book/pages.h: cleans the text that read_book.cpp gets from a PDF: page breaks, page numbers, running heads and
+// hyphens are removed.
 #pragma once
 #include <cstddef>
 #include <string>

@@ -2,7 +2,7 @@
 #pragma once
 #include "base/error.h"
 #include "base/options.h" // interrupted
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "book/report.h"
 #include <functional>
 #include <string>

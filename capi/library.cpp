@@ -1,7 +1,7 @@
 /* capi/library.cpp: the C API of qwen3.h.   Build: make libqwen3.so */
 #include "qwen3.h"
 #include "base/error.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/chat_template.h"
 #include "model/device.h"
 #include "model/loaded.h"

@@ -5,7 +5,7 @@
 // rules. It may come from a hostile client: the number of positions is limited, and so are memory and steps of the
 // construction (spend).
 #pragma once
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "form/pattern.h"
 #include <array>
 #include <bitset>

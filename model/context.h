@@ -1,7 +1,7 @@
 // model/context.h: where ops run, on the CPU or a GPU, and copies to and from there.
 #pragma once
 #include "base/arena.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include <cstring>
 #include <memory>
 

@@ -1,6 +1,6 @@
 // model/loaded.cpp: a model in memory and its conversations, whatever type its numbers are stored as.
 #include "model/loaded.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/step_bytes.h"
 #include "model/device.h"
 #include "model/weights.h"

@@ -1,7 +1,7 @@
 // model/loaded.h: a model in memory and its conversations, whatever type its numbers are stored as: Weights<T> and
 // Session<T> for code that is compiled once.
 #pragma once
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/adapters.h"
 #include "model/lookup.h"
 #include "model/session.h"

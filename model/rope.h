@@ -1,5 +1,5 @@
-// model/rope.h: RoPE for positions beyond those of training: scaled frequencies. (YaRN: Peng et al., "YaRN: efficient
-// context window extension of large language models", 2023.)
+// model/rope.h: RoPE for positions beyond those of training: scaled frequencies. The rotation is qknorm_rope_kv in
+// qwen3.cu. (YaRN: Peng et al., "YaRN: efficient context window extension of large language models", 2023.)
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
 // model/session.cpp: a conversation: tokens in, logits and draws out; answers.
 #include "model/session.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/instances.h"
 #include "model/stop_filter.h"
 #include "model/utf8.h"

@@ -1,6 +1,6 @@
 // model/session.h: one conversation of a model and its cache, and the generation of an answer in it.
 #pragma once
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/lookup.h"
 #include "model/tokenizer.h"
 #include "qwen3.cu"

@@ -1,4 +1,4 @@
-// model/stop_filter.h: stop strings in a stream of text.
+// model/stop_filter.h: stop strings in a stream of text, of a Session or of one answer of the server (speech.h).
 #pragma once
 #include <string>
 #include <string_view>

@@ -1,6 +1,6 @@
 // search/embedder.cpp: packs texts into batches and computes them; see embedder.h.
 #include "qwen3.cu"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "search/embedder.h"
 #include "base/error.h"
 #include "model/instances.h"

@@ -1,6 +1,6 @@
 // search/embedder.h: the hidden states of many texts, packed into ragged batches; no head is computed.
 #pragma once
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/tokenizer.h"
 #include "qwen3.cu"
 #include <cstddef>

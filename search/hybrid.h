@@ -3,7 +3,7 @@
 #pragma once
 #include "base/error.h"
 #include "base/options.h" // interrupted
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/options.h"
 #include "search/document_models.h"
 #include "search/document_options.h"

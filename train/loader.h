@@ -1,4 +1,5 @@
 // train/loader.h: the units of a dataset in the order of steps, distributed to ranks and packed into batches.
+// `datagen pack` has marked the trained tokens (book/datagen/training_rows.h).
 #pragma once
 #include "base/arena.h"
 #include "model/dataset.h"

@@ -1,4 +1,5 @@
-// train/merge.cpp: merges an adapter into its model, as bf16 or requantised, and compares both.
+// train/merge.cpp: merges an adapter into its model, as bf16 or requantised, by write_merged in model/write.cpp, and
+// compares both.
 #include "train/merge.h"
 #include "base/text.h"
 #include "model/device.h"

@@ -1,4 +1,5 @@
-// train/step.cpp: the trainer's beginning, and a step: gradients of rows, sums over ranks, AdamW.
+// train/step.cpp: the trainer's beginning, and a step: gradients of rows, sums over ranks, and
+// AdamW by Parameters::update.
 #include "base/options.h" // interrupted
 #include "model/adapters.h"
 #include "model/device.h"

@@ -1,4 +1,4 @@
-// gpu/products/hopper.h: products of many tokens on Hopper, by wgmma.
+// gpu/products/hopper.h: products of many tokens on Hopper, by wgmma. hopper_tiles.h chooses the tile.
 #pragma once
 #include "gpu/hopper.h"
 #include "gpu/packed/round.h"

@@ -2,7 +2,7 @@
 #include "server/api/convert.h"
 #include "base/error.h"
 #include "base/file.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "base/temporary.h"
 #include "base/text.h"
 #include "book/arguments.h"

@@ -1,6 +1,6 @@
 // convert.h: POST /convert, a PDF or a document of an office program as text, by the converters of --docs.
 #pragma once
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include <string>
 #include <string_view>
 

@@ -4,7 +4,7 @@
 //   exchange.cpp   the head, the body, and the log line       routes.cpp    the handlers of the paths
 //   metrics.cpp    Prometheus metrics                         send.cpp      whole answers, streams, headers
 #pragma once
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "server/api/answer.h"
 #include "server/api/fields.h"
 #include "server/api/limits.h"

@@ -29,6 +29,6 @@
 #include "server/engine/gpu_step.cu"
 #include "server/engine/segmented.cu"
 #include "train/distillation.cu"
-#include "train/moments.cu"
+#include "train/adamw8.cu"
 #include "train/nccl.cu"
 #include "tests/gpu/test_gpu_backward.cpp"

@@ -1,6 +1,6 @@
 // Between the logits and the user: penalties, stop strings, `generate`. Each against a plain way to say the same.
 #include "model/chat_template.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "model/model_file.h"
 #include "model/pace.h"
 #include "model/session.h"

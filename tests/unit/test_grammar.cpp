@@ -1,7 +1,7 @@
 // Grammars: what the automaton accepts and which tokens it allows, against brute force; JSON schemas against
 // JSON-Schema-Test-Suite; hostile input. tests/fixtures/schema: tests/reference/make_schema_fixtures.py
 #include "form/gbnf.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 #include "form/matcher.h"
 #include "form/regex.h"
 #include "form/schema.h"

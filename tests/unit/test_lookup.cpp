@@ -1,7 +1,7 @@
 // Prompt lookup: the ids, the text and the end of an answer are those of a step a token, whatever is proposed; and it is
 // tried only while it pays.
 #include "tests/common.h"
-#include "base/stop.h"
+#include "base/stop_flag.h"
 
 // An answer, told by all that can be seen of it.
 struct Answered {

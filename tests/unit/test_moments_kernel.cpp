@@ -4,7 +4,7 @@
 #include "tests/emulate/packed_emulation.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
-#include "train/moments.cu"
+#include "train/adamw8.cu"
 
 TEST_CASE("adamw8_kernel: several steps, a block that is not full, numbers without decay, a norm that is not finite") {
     Random random{9};

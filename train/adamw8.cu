@@ -1,4 +1,4 @@
-// train/moments.cu: adamw8 (model/moments.h) on a GPU.
+// train/adamw8.cu: adamw8 (model/moments.h) on a GPU.
 #if defined(QWEN3_GPU) || defined(QWEN3_EMULATED)
 #include "model/moments.h"
 
