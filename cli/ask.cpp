@@ -100,10 +100,11 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
         write_stdout("\n");
     }
     const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", took.reused);
-    fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s%s (%s)\n",
-            counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
-            counted(g.ids.size(), "token").c_str(), rate, told(took.lookup).c_str(), g.finish);
-    if (!o.quotes) say_sources(sources); // (a quote has its source)
+    if (took.quoted) return say(format("a quote of %s (%s)", counted(g.ids.size(), "token").c_str(), g.finish));
+    say(format("prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s%s (%s)", counted(took.prompt_tokens, "token").c_str(),
+               from_cache.c_str(), prompt_rate, counted(g.ids.size(), "token").c_str(), rate,
+               told(took.lookup).c_str(), g.finish));
+    if (o.library) say_sources(sources);
 }
 
 int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double start) {

@@ -187,7 +187,8 @@ void Chat::answer(std::vector<Message> asked) {
         called.push_back(said);
         called.insert(called.end(), results.begin(), results.end());
     }
-    if (!options.quotes) say_sources(sources); // (a quote has its source)
+    const bool looked_up = options.library && !(options.quotes && !commands.empty());
+    if (looked_up && !(options.quotes && !sources.empty())) say_sources(sources); // (a quote has its source)
 
     // A thought that was stopped is still a thought.
     const bool thinks = tokenizer.chat.thinks && g.text.compare(0, 7, "<think>") == 0;
