@@ -670,6 +670,7 @@ TEST_CASE("options that make no sense") {
         {{TINY, "--", "-i", "x"}, "x is too much"},
         {{TINY, "-i", "", "-z", VOCABULARY}, "the question is empty"},
         {{TINY, "", "-z", VOCABULARY}, "the question is empty"},
+        {{TINY, "-i", " \n ", "-z", VOCABULARY}, "the question is empty"},
         {{TINY, "-i", "-", "-z", VOCABULARY}, "the question is empty"},
         {{TINY, "-i", "x", "-d", "cuda"}, "--device cuda: this program was built without nvcc"},
         {{TINY, "--ids", ""}, "the prompt is empty"},
