@@ -104,6 +104,7 @@ def check_live(b, run, url, shots):
     open_page(b, url)
     b.wait("about && about.ended", 600)
     b.wait("$('state').textContent.startsWith('Done: ')")
+    check(b.js("$('state').textContent").endswith("This page as a file: out/report.html"), "where the report is")
     check(run.wait(60) == 0, "the run is done")
     b.wait(f"Number($('done').value) === {STEPS}")
     check(b.js("source.readyState") == 2, "the page asks no more")
