@@ -754,7 +754,8 @@ def search(b, url, shots):
     b.js("store.clear()")
     b.reload()
     b.wait("chats.size === 0")
-    b.js("""importChats(new File(['{"messages": [{"role": "user", "content": "A first question"}, {"role": "assistant", "content": "Zebras have <b>stripes</b>."}]}\\n' +
+    b.js("""importChats(new File(['{"messages": [{"role": "user", "content": "A first question"}, {"role": "assistant", "content": "Zebras have <b>stripes</b>."}, ' +
+            '{"role": "user", "content": "Count"}, {"role": "assistant", "content": "' + '1\\\\n\\\\n'.repeat(200) + '"}]}\\n' +
             '{"messages": [{"role": "user", "content": "About zebras"}]}\\n{"messages": [{"role": "user", "content": "第三个问题"}]}'], 'x.jsonl'))""")
     b.wait("chats.size === 3")
     titles = lambda: sorted(b.js("[...document.querySelectorAll('.chat > button:first-child')].map(n => n.firstChild.data)"))
@@ -767,11 +768,15 @@ def search(b, url, shots):
     b.shot(shots + "/search.png")
     b.type(" stripes")
     check(titles() == ["A first question"], "all words")
+    b.js("$('find').value = 'question zebras'; showList()")
+    check(titles() == ["A first question"], "words of several messages")
+    b.js("$('find').value = 'zebras stripes'; showList()")
     b.key("ArrowDown")
     check(b.js("document.activeElement.firstChild.data") == "A first question", "to what is found")
     b.key("ArrowUp")
     b.key("Enter", text="\r")
     check(b.js("current.title") == "A first question", "Enter opens the first")
+    check(b.js("(() => { const n = views.get(1).node.getBoundingClientRect(); return n.top < innerHeight && n.bottom > 0 })()"), "at the message")
     b.type("x")
     check(titles() == [] and "No conversation has these words." in b.js("document.getElementById('chats').innerText"), "nothing is found")
     b.key("Escape")
