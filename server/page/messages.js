@@ -85,6 +85,7 @@ class MessageView {
       parts.push(act('useThis', 'done', () => { this.chat.at = lastLeaf(this.chat, this.index); saveChat(this.chat); showChat(this.chat); }));
     if (node.role === 'assistant' && !busy && node.text) {
       const button = act('odds', 'chart', () => this.toggleOdds(button));
+      button.classList.add('worded'), button.append(t('oddsShort'));
       button.setAttribute('aria-pressed', String(!!this.odds));
       parts.push(button);
     }
