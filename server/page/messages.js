@@ -93,7 +93,7 @@ class MessageView {
     if (node.role === 'assistant' && !busy) parts.push(act('again', 'again', () => answerAgain(this.chat, this.index)));
     const spent = node.seconds - node.first, stats = node.model ? [node.model] : [];
     if (node.tokens) stats.push(t('tokens', node.tokens));
-    if (node.tokens > 1 && spent > 0) stats.push(t('rate', round((node.tokens - 1) / spent)));
+    if (node.tokens > 1 && spent > .01) stats.push(t('rate', round((node.tokens - 1) / spent)));
     if (stats.length) parts.push(h('span', {class: 'stats', title: node.tokens && t('first', round(node.first || 0))}, stats.join(' · ')));
     this.row.replaceChildren(...parts);
   }

@@ -767,6 +767,7 @@ def search(b, url, shots):
     b.wait("chats.size === 3")
     titles = lambda: sorted(b.js("[...document.querySelectorAll('.chat > button:first-child')].map(n => n.firstChild.data)"))
     check(b.js("document.querySelectorAll('.found').length") == 0, "without a search no places")
+    check(b.js("titleOf('🙂'.repeat(40))") == "🙂" * 29 + "…", "a title has whole characters")
     b.key("k", "KeyK", modifiers=1)
     check(b.js("document.activeElement.id") == "find", "Alt K")
     b.type("ZEBRAS")
@@ -809,10 +810,13 @@ def files(b, url, shots):
                document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true})) }""")
     b.wait("document.querySelectorAll('#files .file').length === 2")
     for name, content, said in [("z.docx", "'PK\\x03\\x04\\0'", "there is no <b>pandoc</b>"), ("z.xlsx", "'PK\\x03\\x04\\0'", "no text"),
-                                ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
+                                ("utf16.txt", "new Uint8Array([255, 254, 65, 0])", "no text"), ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
         b.js(f"attach([new File([{content}], '{name}')])")
         b.wait(f"document.getElementById('toast').innerText.includes('{name}: ')")
         check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
+    for kind in ("dragEnter", "dragOver", "drop"):
+        b.call("Input.dispatchDragEvent", type=kind, x=600, y=300, data={"items": [], "files": [os.path.abspath("tests")], "dragOperationsMask": 1})
+    b.wait("document.getElementById('toast').innerText.includes('tests: it cannot be read. Folders cannot be attached')")
     check(b.js("attached.length") == 2, "what is refused is not attached")
     # A PDF is converted by the server; a question waits for it.
     b.js("attach([new File(['%PDF-1.4'], 'x y.pdf')]); 0")  # (not awaited)
@@ -952,6 +956,7 @@ def documents(b, o, folder):
         check(b.js("document.getElementById('docs').getAttribute('aria-pressed')") == "true", "documents are used at first")
         b.say("Has a zebra lanes?")
         check(b.js("document.querySelectorAll('.sources > details').length") == 2, "two sources are shown")
+        check("tok/s" not in b.js("document.querySelector('.stats').innerText"), "a quote has no speed")
         b.js("document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
         said = b.js("document.querySelector('.sources').innerText")
         check("[1] warps.md:1 · Warps" in said and "A warp has 32 lanes." in said, "a source has file, line, heading and text: " + said)
