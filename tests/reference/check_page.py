@@ -1016,9 +1016,13 @@ def pictures(b, o, folder):
             b.say(question)
         b.js("document.querySelector('.note.line').scrollIntoView({block: 'center'})")
         b.shot(o.pictures + "/page-context.png")
-        b.js("toggleSide(); newChat(); attach([new File(['# Notes'], 'notes.md')]); $('find').value = 'warp'; showList()")
+        b.js("toggleSide(); newChat(); $('find').value = 'threads execute'; showList()")
+        b.js("document.querySelector('.chat > button').click()")
         b.shot(o.pictures + "/page-search.png")
-        b.js("$('find').value = ''; showList(); toggleSide(); newChat(); attached = []; showFiles()")
+        b.js("$('find').value = ''; showList(); toggleSide(); newChat(); settings.sampling = {temperature: 0.7, min_p: 0.05, frequency_penalty: 0.2}; openSettings();"
+             "document.getElementById('settings').scrollTop = 150; $('min_p')?.focus()")
+        b.shot(o.pictures + "/page-settings.png")
+        b.js("document.getElementById('settings').close(); settings.sampling = {temperature: 0}")
         book = ["A warp is a group of 32 threads of one block.", "Shared memory is on the multiprocessor; it is divided into 32 banks.",
                 "Global memory is far from the multiprocessor: a read takes hundreds of cycles."] + [f"Exercise {n}: sum {n * 1000} numbers." for n in range(60)]
         drop(b, "gpu-book.docx", docx(book))
@@ -1028,6 +1032,27 @@ def pictures(b, o, folder):
         drop(b, "thesis.docx", docx(book * 3))
         b.js("document.getElementById('scroll').scrollTop = 0")
         b.shot(o.pictures + "/page-files.png")
+    finally:
+        server.kill()
+    os.makedirs(folder + "/docs")
+    for name, data in (("bread.pdf", pdf("Dough rises for two hours at 24 degrees.")), ("oven.docx", docx(["Heat the oven to 250 degrees, with a pan of water."]))):
+        with open(f"{folder}/docs/{name}", "wb") as f:
+            f.write(data)
+    server, url = serve(o, "--title", "Bread Book", "--starter", "How long does dough rise?", "--starter", "How hot is the oven?",
+                        "--docs", folder + "/docs", "--index", folder + "/bread.index")
+    try:
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("models.length === 1")
+        b.shot(o.pictures + "/page-starters.png")
+        b.click("#starters button")
+        b.idle()
+        b.say("How does a rainbow form?")
+        b.js("toggleSide(); document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
+        b.look(width=860, height=740)
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-sources.png")
     finally:
         server.kill()
 
