@@ -211,8 +211,8 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     ranks.sum(&stopped, 1);
     if (!t.fault.empty()) DIE("%s; step %lld is saved, --resume goes on", t.fault.c_str(), (long long)t.step);
     if (watch)
-        watch->end((stopped ? "Stopped: " : "Done: ") + summary(run, log, t.step, elapsed()) + " This page as a file: " +
-                   o.out + "/report.html", stopped != 0);
+        watch->end((stopped ? "Stopped: " : "Done: ") + summary(run, log, t.step, elapsed()) +
+                   " This page as a file: " + o.out + "/report.html", stopped != 0);
     if (stopped) {
         ranks.tell("stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
                    (long long)t.steps);

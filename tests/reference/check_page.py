@@ -175,6 +175,8 @@ class Fake(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path.startswith("/convert?name="):
             name = urllib.parse.unquote(self.path.split("=", 1)[1])
+            if name == "huge.pdf":  # (the server allows 4 << 20 bytes)
+                return self.give(200, json.dumps({"name": name, "text": "x " * 2050000}).encode())
             if name.endswith(".pdf"):
                 time.sleep(0.3)
                 return self.give(200, json.dumps({"name": name, "text": f"Of {len(body)} bytes."}).encode())
@@ -810,7 +812,7 @@ def files(b, url, shots):
                document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true})) }""")
     b.wait("document.querySelectorAll('#files .file').length === 2")
     for name, content, said in [("z.docx", "'PK\\x03\\x04\\0'", "there is no <b>pandoc</b>"), ("z.xlsx", "'PK\\x03\\x04\\0'", "no text"),
-                                ("utf16.txt", "new Uint8Array([255, 254, 65, 0])", "no text"), ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
+                                ("huge.pdf", "'x'", "may have 4 MB of text together"), ("utf16.txt", "new Uint8Array([255, 254, 65, 0])", "no text"), ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
         b.js(f"attach([new File([{content}], '{name}')])")
         b.wait(f"document.getElementById('toast').innerText.includes('{name}: ')")
         check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
