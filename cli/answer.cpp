@@ -21,6 +21,7 @@ std::vector<Source> add_passages(const Options& o, const Tokenizer& tokenizer, s
 }
 
 void say_sources(const std::vector<Source>& sources) {
+    if (sources.empty()) say("no passage of the documents was used");
     for (size_t i = 0; i < sources.size(); i++) say(format("[%zu] %s", i + 1, name_of(sources[i]).c_str()));
 }
 

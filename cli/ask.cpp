@@ -32,7 +32,7 @@ static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer,
         if (!text.empty() && text.back() == '\n') text.pop_back(); // the output of `echo` is not part of the question
     }
     if (o.raw) return tokenizer->encode(text, true);
-    if (text.empty()) DIE("the question is empty"); // e.g. an unset variable in a script
+    if (text.find_first_not_of(" \t\r\n") == text.npos) DIE("the question is empty"); // e.g. an unset variable
     std::vector<Message> messages;
     if (!o.system.empty()) messages.push_back({"system", o.system});
     messages.push_back({"user", text});
@@ -100,10 +100,11 @@ static void print_answer(const Options& o, const Generation& g, const Took& took
         write_stdout("\n");
     }
     const std::string from_cache = o.prompt_cache.empty() ? "" : format(" (%zu from the prompt cache)", took.reused);
-    fprintf(stderr, "prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s%s (%s)\n",
-            counted(took.prompt_tokens, "token").c_str(), from_cache.c_str(), prompt_rate,
-            counted(g.ids.size(), "token").c_str(), rate, told(took.lookup).c_str(), g.finish);
-    if (!o.quotes) say_sources(sources); // (a quote has its source)
+    if (took.quoted) return say(format("a quote of %s (%s)", counted(g.ids.size(), "token").c_str(), g.finish));
+    say(format("prompt %s%s, %.1f tok/s; answer %s, %.1f tok/s%s (%s)", counted(took.prompt_tokens, "token").c_str(),
+               from_cache.c_str(), prompt_rate, counted(g.ids.size(), "token").c_str(), rate,
+               told(took.lookup).c_str(), g.finish));
+    if (o.library) say_sources(sources);
 }
 
 int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double start) {
@@ -126,9 +127,9 @@ int ask(const Options& o, LoadedModel& model, const Tokenizer* tokenizer, double
     g.stops = o.stops;
     g.interrupt = &interrupted;
     if (o.max_tokens >= 0) g.max_tokens = (size_t)o.max_tokens;
-    fprintf(stderr, "%s: %.1f M parameters, %s, %s, context %d%s\nseed %llu\n", o.model.c_str(),
-            (double)parameters(c) / 1e6, model.type_name(), device_name(o.ctx).c_str(), context,
-            c.rope_scaling.note().c_str(), (unsigned long long)g.sampling.seed);
+    say(format("%s: %.1f M parameters, %s, %s, context %d%s\nseed %llu", o.model.c_str(), (double)parameters(c) / 1e6,
+               model.type_name(), device_name(o.ctx).c_str(), context, c.rope_scaling.note().c_str(),
+               (unsigned long long)g.sampling.seed));
     PromptCache cache(o.prompt_cache, model, o.variant, session);
     ThreadPace pace(o, o.ctx);
     if (prompt.empty()) return Chat{o, session, *tokenizer, cache, pace, g}.run();

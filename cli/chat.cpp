@@ -18,15 +18,16 @@
 namespace cli {
 
 static const char* CHAT_HELP =
-    "/exit  /bye  /quit   leave (also Ctrl-D, or Ctrl-C twice); the conversation is kept\n"
+    "/exit  /bye  /quit   leave (also Ctrl-D, Ctrl-C twice); the conversation is kept\n"
     "/clear               begin a new conversation\n"
     "/system TEXT         another system prompt; without TEXT none\n"
     "/think  /no_think    let the model think first, or not\n"
     "/regen               another answer to the last question\n"
     "/save FILE           the conversation as JSON\n"
-    "/load FILE           takes one up again; without FILE a list of those that were kept\n"
+    "/load FILE           takes one up again; without FILE a list of those kept\n"
     "/stats               tokens of the conversation, speed, seed\n"
-    "A line that ends in \\ goes on in the next; pasted lines are one message; Ctrl-C stops an answer.";
+    "A line that ends in \\ goes on in the next; pasted lines are one message.\n"
+    "Ctrl-C stops an answer.";
 
 int Chat::run() {
     if (!options.tools.empty() && !terminal) DIE("--tools needs a terminal: it asks before it runs a command");
@@ -47,7 +48,7 @@ int Chat::run() {
     while (!leave && !Input::hangup && user->next(line)) {
         try {
             must_be_utf8("the message", line);
-            if (!line.empty() && !command(line)) {
+            if (line.find_first_not_of(" \t\r\n") != line.npos && !command(line)) {
                 std::vector<Message> asked = messages;
                 asked.push_back({"user", line});
                 answer(std::move(asked));
@@ -187,7 +188,8 @@ void Chat::answer(std::vector<Message> asked) {
         called.push_back(said);
         called.insert(called.end(), results.begin(), results.end());
     }
-    if (!options.quotes) say_sources(sources); // (a quote has its source)
+    const bool looked_up = options.library && !(options.quotes && !commands.empty());
+    if (looked_up && !(options.quotes && !sources.empty())) say_sources(sources); // (a quote has its source)
 
     // A thought that was stopped is still a thought.
     const bool thinks = tokenizer.chat.thinks && g.text.compare(0, 7, "<think>") == 0;

@@ -34,7 +34,17 @@ std::string printable(std::string_view s) {
     return out;
 }
 
-void say(const std::string& line) { fprintf(stderr, "%s\n", printable(line).c_str()); }
+static int columns_at(int file, int unknown) {
+    winsize window = {};
+    return ioctl(file, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col : unknown;
+}
+int terminal_columns(int unknown) { return columns_at(1, unknown); }
+
+void say(const std::string& line) {
+    Wrap wrap((size_t)columns_at(2, INT_MAX), false);
+    const std::string text = wrap.add(printable(line));
+    fprintf(stderr, "%s\n", (text + wrap.end()).c_str());
+}
 
 bool plain_terminal() {
     const char* kind = getenv("TERM");
@@ -44,11 +54,6 @@ bool plain_terminal() {
 bool colours() {
     const char* none = getenv("NO_COLOR");
     return !plain_terminal() && !(none && *none);
-}
-
-int terminal_columns(int unknown) {
-    winsize window = {};
-    return ioctl(1, TIOCGWINSZ, &window) == 0 && window.ws_col > 1 ? window.ws_col : unknown;
 }
 
 Screen::Screen(bool terminal, bool thinks, bool draws)

@@ -12,7 +12,7 @@ namespace cli {
 // stay. Marks that change the direction of writing are written as \u202e, since they can show a text in a wrong order.
 std::string printable(std::string_view s);
 
-// One line for the user that is no part of the answer.
+// A line for the user that is no part of the answer. On a terminal it breaks between words.
 void say(const std::string& line);
 
 bool plain_terminal();

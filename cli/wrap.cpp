@@ -78,14 +78,14 @@ static bool joins(uint32_t c, uint32_t before) {
 
 std::string Wrap::put_word() {
     std::string out;
-    if (column + blanks + word_width > columns && column > margin_width && word_width && !code) {
+    if (column + blanks + word_width > columns && column > margin_width && word_width && !code && !goes_on) {
         out = "\n" + margin + (margin.empty() ? "" : active_style); // in place of the blanks
         column = margin_width, blanks = 0;
     } else if (word_width) {
         out.assign(blanks, ' '), column += blanks, blanks = 0;
     }
     out += word;
-    column += word_width;
+    column += word_width, goes_on = in_long;
     if (column > columns) column = (column - 1) % columns + 1; // (the terminal broke a long word)
     word.clear(), word_width = 0, active_style = next_style;
     return out;
@@ -100,9 +100,12 @@ std::string Wrap::end() {
 void Wrap::add_character(uint32_t c, std::string_view bytes, std::string& out) {
     const int width = columns_behind(c, last_width);
     const bool stays = joins(c, last) || closes(c) || opens(last);
-    if ((width == 2 || last_width == 2) && !stays && word_width) out += put_word();
+    const bool begins = (width == 2 || last_width == 2) && !stays;
+    if (begins && word_width) out += put_word();
+    if (begins) in_long = goes_on = false;
     word += bytes, word_width += (size_t)width;
-    if (code || word_width > columns) out += put_word();
+    in_long |= word_width > columns;
+    if (code || in_long) out += put_word();
     last = c, last_width = width;
 }
 
@@ -118,7 +121,7 @@ std::string Wrap::add(std::string_view text) {
             continue;
         }
         if (!word.empty()) out += put_word();
-        last = c, last_width = 0;
+        last = c, last_width = 0, in_long = goes_on = false;
         if (c == ' ') {
             blanks++;
         } else if (c == '\n') {

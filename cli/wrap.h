@@ -44,6 +44,7 @@ struct Wrap {
     uint32_t last = 0; // the character before
     int last_width = 0;
     bool code = false;
+    bool in_long = false, goes_on = false; // in a word of more than a line, which the terminal breaks; part is written
 
     std::string put_word();
     void add_character(uint32_t c, std::string_view bytes, std::string& out);

@@ -14,7 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 CAST, SVG = os.path.join(HERE, "session.cast"), os.path.join(HERE, "session.svg")
 COLUMNS, ROWS = 96, 40
 TYPED = ['./qwen3 data/tiny/model.bin -s 1 -i "什么是 warp？"', "./qwen3 data/tiny/model.bin -s 1",
-         "What is a warp?", "What is a CUDA stream?", "/stats", "/exit"]
+         "What is a warp?", "What is shared memory?", "/stats", "/exit"]
 PAUSE = 1.2                                   # seconds
 CELL, LINE, MARGIN, TITLE = 8.4, 20, 18, 34   # pixels; 8.4 is the advance of 14 px monospace
 

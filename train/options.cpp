@@ -7,7 +7,7 @@
 static const char* USAGE =
     "usage: train_lora MODEL TRAIN.bin -o OUT [options]       fine-tunes; datagen pack makes TRAIN.bin\n"
     "       train_lora MODEL --adapter-init DIR --merge PATH   merges an adapter into the model\n"
-    "       train_lora --recipe FILE [options]                 a recipe in the words of LLaMA-Factory's YAML files\n"
+    "       train_lora --recipe FILE [options]                 a recipe: LLaMA-Factory's YAML\n"
     "       train_lora --version\n";
 
 static void parse_targets(AdapterConfig& lora, const std::string& list) {
@@ -58,7 +58,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
     const Setter targets = [&o](const char*, const char* v) { parse_targets(o.lora, v); };
     const Setter saved = [&o](const char*, const char* v) { parse_saved(o.lora, v); };
     std::vector<Option> table = {
-        {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options add to its own",
+        {"", "--recipe", "FILE", "take model, rows and options from a recipe; further options add to\n"
+         "its own",
          existing_file(o.recipe)},
         {"-o", "--output", "DIR", "output folder: adapter, log, loss curve, checkpoint", file_name(o.out)},
         {"", "--full", "", "train all parameters and write OUT/model.bin (default: LoRA)", flag(o.full)},
@@ -69,7 +70,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--targets", "LIST", "adapted matrices: all (default), or some of q,k,v,o,gate,up,down", lora(targets)},
         {"", "--modules-to-save", "LIST", "matrices to train as a whole beside LoRA: some of embed_tokens,lm_head\n"
          "(default: none)", lora(saved)},
-        {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 on preferences and rewards)",
+        {"", "--dropout", "P", "dropout of the adapter's input (default 0.1; 0 on preferences and\n"
+         "rewards)",
          number(o.dropout, 0, 0.99)},
         {"", "--loraplus-ratio", "X", "LoRA+: learning rate of B over that of A (default 1)",
          number(o.loraplus, 1e-3, 1e6)},
@@ -83,7 +85,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--simpo", "", "... without a reference, by log-probabilities per token", loss(losses[2])},
         {"", "--orpo", "", "... without a reference, with the chosen answer's cross entropy", loss(losses[3])},
         {"", "--kto", "", "train on single answers that are labelled desirable or undesirable", loss(losses[4])},
-        {"", "--reward-model", "", "train an adapter and a head that scores answers, on pairs: for --reward DIR",
+        {"", "--reward-model", "", "train an adapter and a head that scores answers, on pairs: for\n"
+         "--reward DIR",
          loss(REWARD_MODEL)},
         {"", "--beta", "X", "... scale of rewards (default 0.1); --orpo: weight of the odds ratio",
          of_loss("", number(o.pref.beta, 1e-6, 1e6))},
@@ -98,7 +101,8 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--grpo", "", "train on rewards of answers sampled from the model; below, read \"row\"\n"
          "as \"prompt\"", flag(o.grpo)},
         {"", "--reward", "NAME", "... exact, choice, rouge-l, regex:PATTERN, length:N, a program\n"
-         "(./NAME) or the folder of a --reward-model, optionally WEIGHT*NAME; may be repeated: rewards are summed", grpo(list(rl.rewards))},
+         "(./NAME) or the folder of a --reward-model, optionally WEIGHT*NAME;\n"
+         "may be repeated: rewards are summed", grpo(list(rl.rewards))},
         {"", "--reward-timeout", "S", "... seconds per step for a reward program (default 60)", grpo(number(rl.timeout, 0.01, 1e6))},
         {"", "--group", "N", "... answers per prompt (default 8)", grpo(whole(rl.group, 2, 4096))},
         {"-n", "--max-tokens", "N", "... longest answer in tokens (default 256)", sampled(whole(rl.max_tokens, 1, 1 << 20))},
@@ -149,8 +153,9 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--allow-leak", "", "... even if it shares rows with TRAIN.bin", flag(o.allow_leak)},
         {"", "--save-every", "N", "steps between checkpoints (default: every epoch)",
          whole(o.save_every, 1, INT64_MAX)},
-        {"", "--ask", "TEXT", "question that the model answers before training and at each evaluation, for\n"
-         "OUT/report.html; may be repeated (default: the first three of --eval)", list(o.questions)},
+        {"", "--ask", "TEXT", "question that the model answers before training and at each\n"
+         "evaluation, for OUT/report.html; may be repeated (default: the\n"
+         "first three of --eval)", list(o.questions)},
         {"", "--watch", "PORT", "show the run live at http://127.0.0.1:PORT (0: a free port)", whole(o.watch, 0, 65535)},
         {"", "--tensorboard", "", "also write the log as an event file: tensorboard --logdir OUT",
          flag(o.tensorboard)},

@@ -210,13 +210,15 @@ int train(const TrainOptions& o, const Context& ctx, const ModelFile& file, cons
     int stopped = interrupted != 0; // by a signal to any rank
     ranks.sum(&stopped, 1);
     if (!t.fault.empty()) DIE("%s; step %lld is saved, --resume goes on", t.fault.c_str(), (long long)t.step);
-    if (watch) watch->end((stopped ? "Stopped: " : "Done: ") + summary(run, log, t.step, elapsed()), stopped != 0);
+    if (watch)
+        watch->end((stopped ? "Stopped: " : "Done: ") + summary(run, log, t.step, elapsed()) +
+                   " This page as a file: " + o.out + "/report.html", stopped != 0);
     if (stopped) {
         ranks.tell("stopped after step %lld of %lld; the same command with --resume goes on\n", (long long)t.step,
                    (long long)t.steps);
         return 130;
     }
-    ranks.tell("%s: %s in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
+    ranks.tell("%s: %s and report.html in %s\n", o.out.c_str(), o.full ? "model.bin" : "adapter_model.safetensors",
                clock_text(elapsed()).c_str());
     return 0;
 }

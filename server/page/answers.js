@@ -213,13 +213,17 @@ function showModel() {
   model = modelCalled(settings.model) || models[0] || NO_MODEL;
   const other = besideModel();
   $('model').className = serverState;
+  $('model').lastChild.classList.toggle('hidden', !models.length);
   $('model').firstChild.textContent = serverState === 'ready' ? model.name + (other ? ` | ${other.name}` : '') || t('keyNeeded') : t(serverState);
   $('model').title = t('modelHelp');
+  const focused = [...$('models').querySelectorAll('button')].indexOf(document.activeElement);
   $('models').replaceChildren(...models.map(m => h('div', {},
     h('button', {class: 'one', type: 'button', role: 'radio', 'aria-checked': String(m === model), onclick: () => chooseModel('model', m.name)}, m.name,
       h('small', {}, m.parent ? t('adapterOf', m.parent) : t('context', m.limit.toLocaleString()))),
-    m === model ? '' : h('button', {class: 'icon', type: 'button', 'aria-pressed': String(m === other), title: t('beside'), 'aria-label': `${t('beside')}: ${m.name}`,
-      onclick: () => chooseModel('beside', m === other ? '' : m.name)}, icon('beside', 16)))));
+    m === model ? '' : h('button', {class: 'icon worded', type: 'button', 'aria-pressed': String(m === other), title: t('besideHelp'), 'aria-label': `${t('besideHelp')}: ${m.name}`,
+      onclick: () => chooseModel('beside', m === other ? '' : m.name)}, icon('beside', 16), t('beside')))),
+    models.length === 1 ? h('p', {}, t('moreModels')) : '');
+  if (focused >= 0) $('models').querySelectorAll('button')[focused]?.focus();
 }
 function chooseModel(which, name) {
   settings[which] = name;

@@ -5,20 +5,28 @@ function showList() {
     groups[chat.updated >= today ? 'today' : chat.updated >= today - day ? 'yesterday' : chat.updated >= today - 7 * day ? 'week' : 'earlier'].push(chat);
   const list = [], wanted = $('find').value.toLowerCase().split(/\s+/).filter(word => word);
   if (wanted.length) { // the latest first
-    const found = Object.values(groups).flat().map(chat => [chat, foundIn(chat, wanted)]).filter(f => f[1] !== null);
-    $('chats').replaceChildren(...found.length ? found.map(([chat, text]) => chatItem(chat, text)) : [h('p', {}, t('nothing'))]);
+    const found = Object.values(groups).flat().map(chat => [chat, foundIn(chat, wanted)]).filter(f => f[1]);
+    $('chats').replaceChildren(...found.length ? found.map(f => chatItem(...f)) : [h('p', {}, t('nothing'))]);
     return;
   }
   for (const [name, some] of Object.entries(groups)) if (some.length) list.push(h('h2', {}, t(name)), ...some.map(chat => chatItem(chat)));
   $('chats').replaceChildren(...list);
 }
-// The first text of the conversation that has all the words, around the first of them; null: none has.
+// The message that has most of the words (-1: the title), and its text around the first; null: a word is nowhere.
 function foundIn(chat, wanted) {
-  for (const text of [chat.title, ...chat.nodes.map(n => n.text)]) {
-    const small = text.toLowerCase(), at = small.indexOf(wanted[0]);
-    if (wanted.every(word => small.includes(word))) return text.slice(Math.max(0, at - 20), at + 80);
-  }
-  return null;
+  const texts = [chat.title, ...chat.nodes.map(n => n.text)], small = texts.map(text => text.toLowerCase());
+  if (!wanted.every(word => small.some(text => text.includes(word)))) return null;
+  const has = small.map(text => wanted.filter(word => text.includes(word))), k = has.findIndex(some => some.length === Math.max(...has.map(s => s.length)));
+  const at = small[k].indexOf(has[k][0]);
+  return {index: k - 1, text: (at > 20 ? '…' : '') + cut(texts[k].slice(Math.max(0, at - 20)).replace(/^[\udc00-\udfff]/, ''), 100)};
+}
+// Opens a conversation, at a message if one was found: also if it is not in the branch that was shown last.
+function openChat(chat, found) {
+  if (found && found.index >= 0 && !pathOf(chat).includes(found.index)) chat.at = lastLeaf(chat, found.index);
+  showChat(chat);
+  const view = found && views.get(found.index);
+  if (view) stick = false, view.node.scrollIntoView({block: 'center'});
+  closeOnPhone();
 }
 $('find').addEventListener('input', showList);
 $('find').addEventListener('keydown', e => {
@@ -56,8 +64,8 @@ function chatItem(chat, found) {
     item.replaceChildren(input);
     input.select();
   };
-  item.append(h('button', {type: 'button', title: chat.title, 'aria-current': chat === current && 'true', onclick: () => { showChat(chat); closeOnPhone(); }, ondblclick: rename}, chat.title || t('untitled'),
-    found && found !== chat.title ? h('span', {class: 'found'}, found) : ''));
+  item.append(h('button', {type: 'button', title: chat.title, 'aria-current': chat === current && 'true', onclick: () => openChat(chat, found), ondblclick: rename}, chat.title || t('untitled'),
+    found && found.index >= 0 && found.text !== chat.title ? h('span', {class: 'found'}, found.text) : ''));
   if (live.has(chat.id)) item.append(h('span', {class: 'busy'}));
   else item.append(act('rename', 'edit', rename), act('remove', 'bin', () => removeChat(chat)));
   return item;

@@ -18,23 +18,25 @@ const bytesOf = text => new TextEncoder().encode(text).length;
 
 // A file's text; throws the reason why there is none.
 async function textOf(file) {
-  if (CONVERTED.test(file.name) || await file.slice(0, 5).text() === '%PDF-') {
+  const start = await file.slice(0, 5).text(); // (a folder cannot be read)
+  if (CONVERTED.test(file.name) || start === '%PDF-') {
     if (file.size > DOCUMENT_BYTES) throw t('largeFile', Math.floor(DOCUMENT_BYTES / 1e6));
     const response = await call('convert?name=' + encodeURIComponent(file.name), {method: 'POST', type: 'application/octet-stream', body: file});
-    if (response.ok) return string((await response.json()).text, FILE_BYTES);
+    if (response.ok) return string((await response.json()).text);
     const {told} = await refusalOf(response);
     throw messageOf(told.startsWith(file.name + ': ') ? told.slice(file.name.length + 2) : told);
   }
   if (file.size > FILE_BYTES) throw t('largeFile', FILE_BYTES / 1e6);
+  const bytes = await file.arrayBuffer();
   try {
-    const text = new TextDecoder('utf-8', {fatal: true}).decode(await file.arrayBuffer());
+    const text = new TextDecoder('utf-8', {fatal: true}).decode(bytes);
     if (!text.includes('\0')) return text;
   } catch { /* another encoding */ }
   throw t('noText');
 }
 async function readFile(file) {
   if (attached.length >= MOST_FILES) throw t('manyFiles', MOST_FILES);
-  const text = await textOf(file), read = {name: file.name.slice(0, 200), text};
+  const text = await textOf(file), read = {name: cut(file.name, 200), text};
   if (!text.trim()) throw t('emptyFile');
   if (text.length >= model.limit / 2) { // (a character is rarely more than a token)
     const response = await call('tokenize', {method: 'POST', body: JSON.stringify({prompt: text})});
@@ -54,7 +56,7 @@ async function attach(files) {
     try {
       attached.push(await readFile(file));
     } catch (why) {
-      wrong.push(`${file.name}: ${typeof why === 'string' ? why : t('offline')}`);
+      wrong.push(`${file.name}: ${typeof why === 'string' ? why : t(why instanceof DOMException ? 'unreadable' : 'offline')}`);
     }
     reading.splice(reading.indexOf(file.name), 1);
   }

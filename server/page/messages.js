@@ -85,6 +85,7 @@ class MessageView {
       parts.push(act('useThis', 'done', () => { this.chat.at = lastLeaf(this.chat, this.index); saveChat(this.chat); showChat(this.chat); }));
     if (node.role === 'assistant' && !busy && node.text) {
       const button = act('odds', 'chart', () => this.toggleOdds(button));
+      button.classList.add('worded'), button.append(t('oddsShort'));
       button.setAttribute('aria-pressed', String(!!this.odds));
       parts.push(button);
     }
@@ -92,7 +93,7 @@ class MessageView {
     if (node.role === 'assistant' && !busy) parts.push(act('again', 'again', () => answerAgain(this.chat, this.index)));
     const spent = node.seconds - node.first, stats = node.model ? [node.model] : [];
     if (node.tokens) stats.push(t('tokens', node.tokens));
-    if (node.tokens > 1 && spent > 0) stats.push(t('rate', round((node.tokens - 1) / spent)));
+    if (node.tokens > 1 && spent > .01) stats.push(t('rate', round((node.tokens - 1) / spent)));
     if (stats.length) parts.push(h('span', {class: 'stats', title: node.tokens && t('first', round(node.first || 0))}, stats.join(' · ')));
     this.row.replaceChildren(...parts);
   }

@@ -1,6 +1,7 @@
 // nodes.js: DOM nodes, icons, a short message, the clipboard.
 const $ = id => document.getElementById(id);
 const TITLE = document.title;
+const cut = (text, limit) => text.slice(0, limit).replace(/[\ud800-\udbff]$/, ''); // not within a pair of surrogates
 
 function h(tag, props, ...children) { // on*: listeners; all else: attributes. A child may be a list of them.
   const node = document.createElement(tag);

@@ -41,7 +41,7 @@ function hasRoom(text) {
 }
 
 const newId = () => Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
-const string = (x, limit = 1e7) => typeof x === 'string' ? x.slice(0, limit) : '';
+const string = (x, limit = 1e7) => typeof x === 'string' ? cut(x, limit) : '';
 const number = (x, otherwise = 0) => Number.isFinite(x) ? x : otherwise;
 
 // The sources of an answer, read from any content.
@@ -84,7 +84,7 @@ function cleanChat(raw) {
 }
 function titleOf(text) {
   const line = text.trim().split('\n')[0].trim();
-  return line.length > 60 ? line.slice(0, 59) + '…' : line;
+  return line.length > 60 ? cut(line, 59) + '…' : line;
 }
 
 const chats = new Map(); // by id

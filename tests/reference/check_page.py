@@ -175,6 +175,8 @@ class Fake(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path.startswith("/convert?name="):
             name = urllib.parse.unquote(self.path.split("=", 1)[1])
+            if name == "huge.pdf":  # (the server allows 4 << 20 bytes)
+                return self.give(200, json.dumps({"name": name, "text": "x " * 2050000}).encode())
             if name.endswith(".pdf"):
                 time.sleep(0.3)
                 return self.give(200, json.dumps({"name": name, "text": f"Of {len(body)} bytes."}).encode())
@@ -319,6 +321,10 @@ def with_serve(b, url, shots):
     check(first[0] == first[1] and len(last_text(b)) > 20, "the model's answer: " + last_text(b))
     check(re.search(r"\d+ tokens · [\d.]+ tok/s", b.js("document.querySelector('.stats').innerText")), "tokens a second")
     check(b.js("document.querySelectorAll('.chat').length") == 1, "it is in the list")
+    check("Probabilities" in b.js("document.querySelector('.assistant .row').innerText"), "the probabilities are offered in words")
+    b.click("#model")
+    check("Adapters that the server has loaded are listed here." in b.js("document.getElementById('models').innerText"), "where a second model comes from")
+    b.key("Escape")
     b.say("What is shared memory?")
     b.wait("pathOf(current).length === 4")
     b.shot(shots + "/conversation-light.png")
@@ -619,6 +625,9 @@ def models(b, o, folder):
         b.click("#model")
         check(b.js("[...document.querySelectorAll('#models .one')].map(n => n.innerText)") ==
               ["model.bin\nreads 1,024 tokens", "first\nadapter of model.bin", "second\nadapter of model.bin"], "the list of models")
+        check(b.js("document.getElementById('models').innerText").count("Side by side") == 2, "the second answer is offered in words")
+        b.js("document.querySelectorAll('#models button')[2].focus(); showModel()")
+        check(b.js("document.activeElement.innerText") == "Side by side", "the list keeps the focus when it is drawn again")
         b.shot(o.shots + "/models.png")
         b.js("document.querySelectorAll('#models .one')[1].click()")
         check(b.js("document.querySelector('#models').classList.contains('hidden') && document.querySelector('#model').innerText") == "first", "the pill")
@@ -754,11 +763,13 @@ def search(b, url, shots):
     b.js("store.clear()")
     b.reload()
     b.wait("chats.size === 0")
-    b.js("""importChats(new File(['{"messages": [{"role": "user", "content": "A first question"}, {"role": "assistant", "content": "Zebras have <b>stripes</b>."}]}\\n' +
+    b.js("""importChats(new File(['{"messages": [{"role": "user", "content": "A first question"}, {"role": "assistant", "content": "Zebras have <b>stripes</b>."}, ' +
+            '{"role": "user", "content": "Count"}, {"role": "assistant", "content": "' + '1\\\\n\\\\n'.repeat(200) + '"}]}\\n' +
             '{"messages": [{"role": "user", "content": "About zebras"}]}\\n{"messages": [{"role": "user", "content": "第三个问题"}]}'], 'x.jsonl'))""")
     b.wait("chats.size === 3")
     titles = lambda: sorted(b.js("[...document.querySelectorAll('.chat > button:first-child')].map(n => n.firstChild.data)"))
     check(b.js("document.querySelectorAll('.found').length") == 0, "without a search no places")
+    check(b.js("titleOf('🙂'.repeat(40))") == "🙂" * 29 + "…", "a title has whole characters")
     b.key("k", "KeyK", modifiers=1)
     check(b.js("document.activeElement.id") == "find", "Alt K")
     b.type("ZEBRAS")
@@ -767,11 +778,15 @@ def search(b, url, shots):
     b.shot(shots + "/search.png")
     b.type(" stripes")
     check(titles() == ["A first question"], "all words")
+    b.js("$('find').value = 'question zebras'; showList()")
+    check(titles() == ["A first question"], "words of several messages")
+    b.js("$('find').value = 'zebras stripes'; showList()")
     b.key("ArrowDown")
     check(b.js("document.activeElement.firstChild.data") == "A first question", "to what is found")
     b.key("ArrowUp")
     b.key("Enter", text="\r")
     check(b.js("current.title") == "A first question", "Enter opens the first")
+    check(b.js("(() => { const n = views.get(1).node.getBoundingClientRect(); return n.top < innerHeight && n.bottom > 0 })()"), "at the message")
     b.type("x")
     check(titles() == [] and "No conversation has these words." in b.js("document.getElementById('chats').innerText"), "nothing is found")
     b.key("Escape")
@@ -797,10 +812,13 @@ def files(b, url, shots):
                document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', {clipboardData: data, cancelable: true})) }""")
     b.wait("document.querySelectorAll('#files .file').length === 2")
     for name, content, said in [("z.docx", "'PK\\x03\\x04\\0'", "there is no <b>pandoc</b>"), ("z.xlsx", "'PK\\x03\\x04\\0'", "no text"),
-                                ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
+                                ("huge.pdf", "'x'", "may have 4 MB of text together"), ("utf16.txt", "new Uint8Array([255, 254, 65, 0])", "no text"), ("e.txt", "' '", "empty"), ("large.txt", "'x'.repeat(4000001)", "larger than 4 MB"), ("large.pdf", "'x'.repeat((32 << 20) + 1)", "larger than 33 MB")]:
         b.js(f"attach([new File([{content}], '{name}')])")
         b.wait(f"document.getElementById('toast').innerText.includes('{name}: ')")
         check(said in b.js("document.getElementById('toast').innerText"), f"{name} is refused")
+    for kind in ("dragEnter", "dragOver", "drop"):
+        b.call("Input.dispatchDragEvent", type=kind, x=600, y=300, data={"items": [], "files": [os.path.abspath("tests")], "dragOperationsMask": 1})
+    b.wait("document.getElementById('toast').innerText.includes('tests: it cannot be read. Folders cannot be attached')")
     check(b.js("attached.length") == 2, "what is refused is not attached")
     # A PDF is converted by the server; a question waits for it.
     b.js("attach([new File(['%PDF-1.4'], 'x y.pdf')]); 0")  # (not awaited)
@@ -940,6 +958,7 @@ def documents(b, o, folder):
         check(b.js("document.getElementById('docs').getAttribute('aria-pressed')") == "true", "documents are used at first")
         b.say("Has a zebra lanes?")
         check(b.js("document.querySelectorAll('.sources > details').length") == 2, "two sources are shown")
+        check("tok/s" not in b.js("document.querySelector('.stats').innerText"), "a quote has no speed")
         b.js("document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
         said = b.js("document.querySelector('.sources').innerText")
         check("[1] warps.md:1 · Warps" in said and "A warp has 32 lanes." in said, "a source has file, line, heading and text: " + said)
@@ -999,9 +1018,13 @@ def pictures(b, o, folder):
             b.say(question)
         b.js("document.querySelector('.note.line').scrollIntoView({block: 'center'})")
         b.shot(o.pictures + "/page-context.png")
-        b.js("toggleSide(); newChat(); attach([new File(['# Notes'], 'notes.md')]); $('find').value = 'warp'; showList()")
+        b.js("toggleSide(); newChat(); $('find').value = 'threads execute'; showList()")
+        b.js("document.querySelector('.chat > button').click()")
         b.shot(o.pictures + "/page-search.png")
-        b.js("$('find').value = ''; showList(); toggleSide(); newChat(); attached = []; showFiles()")
+        b.js("$('find').value = ''; showList(); toggleSide(); newChat(); settings.sampling = {temperature: 0.7, min_p: 0.05, frequency_penalty: 0.2}; openSettings();"
+             "document.getElementById('settings').scrollTop = 150; $('min_p')?.focus()")
+        b.shot(o.pictures + "/page-settings.png")
+        b.js("document.getElementById('settings').close(); settings.sampling = {temperature: 0}")
         book = ["A warp is a group of 32 threads of one block.", "Shared memory is on the multiprocessor; it is divided into 32 banks.",
                 "Global memory is far from the multiprocessor: a read takes hundreds of cycles."] + [f"Exercise {n}: sum {n * 1000} numbers." for n in range(60)]
         drop(b, "gpu-book.docx", docx(book))
@@ -1011,6 +1034,27 @@ def pictures(b, o, folder):
         drop(b, "thesis.docx", docx(book * 3))
         b.js("document.getElementById('scroll').scrollTop = 0")
         b.shot(o.pictures + "/page-files.png")
+    finally:
+        server.kill()
+    os.makedirs(folder + "/docs")
+    for name, data in (("bread.pdf", pdf("Dough rises for two hours at 24 degrees.")), ("oven.docx", docx(["Heat the oven to 250 degrees, with a pan of water."]))):
+        with open(f"{folder}/docs/{name}", "wb") as f:
+            f.write(data)
+    server, url = serve(o, "--title", "Bread Book", "--starter", "How long does dough rise?", "--starter", "How hot is the oven?",
+                        "--docs", folder + "/docs", "--index", folder + "/bread.index")
+    try:
+        b.open(url)
+        b.js("store.clear()")
+        b.reload()
+        b.wait("models.length === 1")
+        b.shot(o.pictures + "/page-starters.png")
+        b.click("#starters button")
+        b.idle()
+        b.say("How does a rainbow form?")
+        b.js("toggleSide(); document.querySelectorAll('.sources, .sources > details').forEach(d => d.open = true)")
+        b.look(width=860, height=740)
+        b.js("document.getElementById('scroll').scrollTop = 0")
+        b.shot(o.pictures + "/page-sources.png")
     finally:
         server.kill()
 

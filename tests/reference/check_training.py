@@ -2,7 +2,7 @@
 """The page of train_lora --watch (train/page) and report.html in a real browser, during a real run of the default model.
 
     apt-get install chromium fonts-noto-cjk
-    python3 tests/reference/check_training.py [--bin build/g++] [--shots FOLDER] [--picture docs/page-training.png]
+    python3 tests/reference/check_training.py [--bin build/g++] [--shots FOLDER] [--pictures docs]
 
 The run learns English answers to the course's Chinese questions. One row of the evaluation is an attempt to become HTML.
 Needs Python's standard library only. Ends with status 1 at the first thing that is wrong.
@@ -104,6 +104,7 @@ def check_live(b, run, url, shots):
     open_page(b, url)
     b.wait("about && about.ended", 600)
     b.wait("$('state').textContent.startsWith('Done: ')")
+    check(b.js("$('state').textContent").endswith("This page as a file: out/report.html"), "where the report is")
     check(run.wait(60) == 0, "the run is done")
     b.wait(f"Number($('done').value) === {STEPS}")
     check(b.js("source.readyState") == 2, "the page asks no more")
@@ -126,11 +127,11 @@ def check_report(b, path, shots):
 
 def main():
     p = argparse.ArgumentParser()
-    p.add_argument("--bin", default="."), p.add_argument("--shots"), p.add_argument("--picture")
+    p.add_argument("--bin", default="."), p.add_argument("--shots"), p.add_argument("--pictures")
     a = p.parse_args()
     shots = (lambda name: f"{a.shots}/{name}.png") if a.shots else None
-    if a.picture:
-        shots = lambda name: a.picture if name == "live" else os.devnull
+    if a.pictures:
+        shots = lambda name: {"live": f"{a.pictures}/page-training.png", "report": f"{a.pictures}/page-report.png"}.get(name, os.devnull)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as profile:
         rows(a.bin, folder)
         b = Browser(profile)

@@ -13,8 +13,10 @@
 #include <poll.h>
 #include <pty.h>
 #include <set>
+#include <sstream>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
+#include <tuple>
 #include <utmp.h>
 
 using Strings = std::vector<std::string>;
@@ -94,9 +96,10 @@ struct Terminal {
     bool edits = false;     // with libedit
 
     explicit Terminal(const Strings& arguments, const std::string& kind = "xterm", bool chat = true, const std::string& state_home = "",
-                      const char* no_color = nullptr, const std::string& model = MODEL)
+                      const char* no_color = nullptr, const std::string& model = MODEL,
+                      unsigned short columns = 200)
         : state(state_home.empty() ? own.path.string() : state_home) {
-        winsize size = {24, 200, 0, 0};
+        winsize size = {24, columns, 0, 0};
         pid = forkpty(&fd, nullptr, nullptr, &size);
         REQUIRE(pid >= 0);
         if (pid == 0) {
@@ -157,8 +160,8 @@ struct Terminal {
     }
 };
 
-static std::string without_breaks(std::string s) {
-    s.erase(std::remove_if(s.begin(), s.end(), [](char c) { return c == '\r' || c == '\n'; }), s.end());
+static std::string without_breaks(std::string s) { // nor blanks: a line break takes their place
+    s.erase(std::remove_if(s.begin(), s.end(), [](char c) { return c == '\r' || c == '\n' || c == ' '; }), s.end());
     return s;
 }
 
@@ -677,6 +680,33 @@ TEST_CASE("commands") {
     CHECK(t.end() == 0);
 }
 
+// The text from `first` to `last`, and its words.
+static std::pair<Strings, std::string> said_between(const std::string& all, const std::string& first,
+                                                    const std::string& last) {
+    const size_t begin = all.rfind(first), end = all.find(last, begin);
+    INFO(all);
+    REQUIRE(end != std::string::npos);
+    std::istringstream text(all.substr(begin, end + last.size() - begin)), again(text.str());
+    Strings lines;
+    std::string line, words;
+    while (std::getline(text, line)) lines.push_back(line.substr(0, line.find('\r')));
+    while (again >> line) words += line + " ";
+    return {lines, words};
+}
+
+TEST_CASE("lines for the user fit 80 columns, and break between words in a narrower terminal") {
+    Terminal wide({"-s", "1"}), narrow({"-s", "1"}, "xterm", true, "", nullptr, MODEL, 20);
+    for (auto& [command, first, last] : {std::tuple("/help", "/exit  /bye", "Ctrl-C stops"),
+                                         std::tuple("/stats", "conversation", "seed")}) {
+        const auto whole = said_between(wide.send(command), first, last);
+        const auto broken = said_between(narrow.send(command), first, last);
+        for (auto& line : whole.first) CHECK(line.size() <= 80);
+        CHECK(broken.second == whole.second); // no word is broken
+        CHECK(broken.first.size() > whole.first.size());
+        for (auto& line : broken.first) CHECK(line.size() <= 20);
+    }
+}
+
 TEST_CASE("/think changes the prompt and the draws") {
     Strings how = {"-s", "3", "-n", "12"};
     const std::vector<Message> question = {{"user", "Why?"}};
@@ -871,7 +901,7 @@ TEST_CASE("without a terminal: no prompts, no colours, a message a line") {
         said.push_back({"assistant", a.text});
     }
     CHECK(again.out == expected);
-    CHECK(run(how, "").out == "");
+    for (const char* nothing : {"", "\n", "   \n", "\t\n \\\n \n"}) CHECK(run(how, nothing).out == "");
     CHECK(run(how, "/exit\none\n").out == "");
     CHECK(run({"--json"}, "x\n").status == 1);
     CHECK(run({"--raw"}, "x\n").status == 1);

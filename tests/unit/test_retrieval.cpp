@@ -1167,6 +1167,11 @@ TEST_CASE("qwen3 --docs: an answer, a chat and an evaluation with passages, and 
     for (auto& line : lines(chat.err))
         if (line[0] == '[') told.push_back(line);
     CHECK(told == Strings{"[1] a.md:1, Warps", "[1] a.md:1, Warps", "[1] b.md:1, Banks"});
+    const std::string unused = "no passage of the documents was used\n";
+    CHECK(chat.err.find(unused) == chat.err.npos);
+    CHECK(run(docs, "unheard-of\n").err.find(unused) != std::string::npos);
+    CHECK(run(with({"-i", "unheard-of"})).err.find(unused) != std::string::npos);
+    CHECK(plain.err.find(unused) == plain.err.npos);
 
     const std::string rows = library.scratch / "qa.jsonl", out = library.scratch / "out.jsonl";
     write_file(rows, "{\"instruction\": \"What are banks?\", \"output\": \"Parts of shared memory.\"}\n"
@@ -1221,9 +1226,14 @@ TEST_CASE("qwen3 --docs: a model that is too small to use passages quotes the be
     const Result text = ask({"-i", "What is a warp?"});
     CHECK(text.out == quote + "\n");
     CHECK(text.err.find("[1]") == std::string::npos);
+    CHECK(text.err.find(format("\na quote of %zu tokens (stop)\n", answer["ids"].size())) != std::string::npos);
+    CHECK(text.err.find("no passage") == std::string::npos);
     CHECK(Json(ask({"-i", "What is a warp?", "--json", "-n", "3"}).out)["finish_reason"].str() == "length");
     // Where nothing is found, the model answers as without documents.
-    CHECK(ask({"-i", "unheard-of"}).out == run({"-i", "unheard-of", "-n", "200"}).out);
+    const Result own = ask({"-i", "unheard-of"});
+    CHECK(own.out == run({"-i", "unheard-of", "-n", "200"}).out);
+    CHECK(own.err.find("no passage of the documents was used\n") != std::string::npos);
+    CHECK(ask({}, "unheard-of\n").err.find("no passage of the documents was used\n") != std::string::npos);
     CHECK(ask({}, "What is a warp?\nWhy?\n").out == quote + "\n" + quote + "\n");
     const std::string rows = library.scratch / "qa.jsonl", out = library.scratch / "out.jsonl";
     write_file(rows, "{\"instruction\": \"What is a warp?\", \"output\": \"32 lanes.\"}\n");

@@ -119,6 +119,8 @@ TEST_CASE("an answer's lines break between words at the terminal's edge, however
         {"a warp has 32 threads", "a warp has\n32 threads"},
         {"0123456789 ab", "0123456789\nab"},        // the break takes the place of a blank
         {"01234567890123 ab", "01234567890123 ab"},   // a word longer than a line: the terminal breaks it
+        {"see 012345678901234567890123456789 ab", "see\n012345678901234567890123456789\nab"}, // wherever it begins
+        {"见 012345678901234567890123共享内存", "见\n012345678901234567890123共享内\n存"},
         {"共享内存快得多", "共享内存快\n得多"},     // two columns each
         {"用 warp 做归约", "用 warp 做\n归约"},
         {"共享内存快，得多", "共享内存\n快，得多"},  // no line begins with a comma,

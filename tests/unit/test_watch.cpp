@@ -284,6 +284,7 @@ TEST_CASE("watch: the events of a run are its log, its answers, its speed and it
         } else if (j["end"]) {
             kinds.push_back("end");
             CHECK(j["end"].str().find("Done: 32 rows, 12 steps in 0:0") == 0);
+            CHECK(j["end"].str().find("/report.html") != std::string::npos);
             CHECK(!j["failed"].boolean(true));
         } else logs.push_back(event);
     }
