@@ -16,12 +16,33 @@ INLINE void store_tile_row(bf16* tiles, int r, int i, const __m512& low, const _
     memcpy((void*)(tiles + (i * TILE_ROWS + r) * 32), &nearest, sizeof nearest);
 }
 
+INLINE void store_tile_row(bf16* tiles, int r, int i, const __m512i& numbers) {
+    memcpy((void*)(tiles + (i * TILE_ROWS + r) * 32), &numbers, sizeof numbers);
+}
+
+// Bytes q times a scale. A byte with its sign bit flipped, as the second byte of 2^15, is the float 2^15 + 128 + q; its
+// product with the scale less that of 2^15 + 128 is exact, for scales of at most 11 bits below 2^100.
+constexpr float SIGNED_BYTE_LESS = -(32768.f + 128);
+struct SignedBytes {
+    __m512i place[4], flip, power;
+    INLINE SignedBytes() {
+        const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        UNROLL for (int i = 0; i < 4; i++)
+            place[i] = _mm512_maskz_slli_epi32(0xffff, _mm512_add_epi32(count, _mm512_set1_epi32(16 * i)), 8);
+        flip = _mm512_set1_epi8((char)0x80), power = _mm512_set1_epi32(0x47000000);
+        asm("" : "+v"(place[0]), "+v"(place[1]), "+v"(place[2]), "+v"(place[3]), "+v"(flip), "+v"(power)); // in registers
+    }
+    // Bytes 16 i to 16 i + 15 of q, times *scale; *less is the scale times SIGNED_BYTE_LESS.
+    INLINE void scaled(__m512& v, const __m512i& q, int i, const float* scale, const float* less) const {
+        v = (__m512)_mm512_mask_permutexvar_epi8(power, 0x2222222222222222, place[i], _mm512_xor_si512(q, flip));
+        v = _mm512_fmadd_ps(v, _mm512_set1_ps(*scale), _mm512_set1_ps(*less));
+    }
+};
+
 template <Format F> struct ChunkRows {
     INLINE bool widen(bf16*, const WeightRows<bf16>&, int, size_t) { return false; }
 };
 
-// A byte q, with its sign bit flipped, as the second byte of 2^15 is the float 2^15 + 128 + q. Its product with the scale
-// less that of 2^15 + 128 is exact.
 template <> struct ChunkRows<Format::INT8> {
     alignas(64) float scale[TILE_ROWS][SCALES], less[TILE_ROWS][SCALES];
     bool fits;
@@ -35,7 +56,7 @@ template <> struct ChunkRows<Format::INT8> {
             Avx512::load(s, from, some);
             highest = _mm512_max_ps(highest, _mm512_abs_ps(s));
             memcpy(scale[r], &s, sizeof s);
-            s *= -(32768.f + 128);
+            s *= SIGNED_BYTE_LESS;
             memcpy(less[r], &s, sizeof s);
         }
         fits = _mm512_cmp_ps_mask(highest, _mm512_set1_ps(0x1p100f), _CMP_NLT_UQ) == 0;
@@ -44,23 +65,17 @@ template <> struct ChunkRows<Format::INT8> {
         const int first = k / GROUP % SCALES;
         if (first == 0) begin(w, k / GROUP);
         if (!fits) return false;
-        __m512i place[4];
-        const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        UNROLL for (int i = 0; i < 4; i++)
-            place[i] = _mm512_maskz_slli_epi32(0xffff, _mm512_add_epi32(count, _mm512_set1_epi32(16 * i)), 8);
-        __m512i flip = _mm512_set1_epi8((char)0x80), power = _mm512_set1_epi32(0x47000000);
-        asm("" : "+v"(place[0]), "+v"(place[1]), "+v"(place[2]), "+v"(place[3]), "+v"(flip), "+v"(power)); // in registers
+        const SignedBytes bytes;
         const int8_t* from = w.q + k;
         const char* later = (const char*)w.q + (size_t)k * TILE_ROWS + ahead;
         for (int r = 0; r < TILE_ROWS; r++, from += w.row_bytes, later += CHUNK)
             UNROLL for (int half = 0; half < 2; half++) {
                 __builtin_prefetch(later + 64 * half, 0, 2);
-                const __m512i q = _mm512_xor_si512(_mm512_maskz_loadu_epi8(~0ull, from + 64 * half), flip);
+                const __m512i q = _mm512_maskz_loadu_epi8(~0ull, from + 64 * half);
                 __m512 v[4];
                 UNROLL for (int i = 0; i < 4; i++) {
                     const int g = first + 2 * half + i / 2;
-                    v[i] = (__m512)_mm512_mask_permutexvar_epi8(power, 0x2222222222222222, place[i], q);
-                    v[i] = _mm512_fmadd_ps(v[i], _mm512_set1_ps(scale[r][g]), _mm512_set1_ps(less[r][g]));
+                    bytes.scaled(v[i], q, i, &scale[r][g], &less[r][g]);
                 }
                 store_tile_row(tiles, r, 2 * half, v[0], v[1]), store_tile_row(tiles, r, 2 * half + 1, v[2], v[3]);
             }
@@ -102,8 +117,7 @@ template <> struct ChunkRows<Format::INT4> {
                 const __m512i upper = _mm512_maskz_srli_epi16(~0u, code, 4);
                 const __m512i a = _mm512_maskz_permutexvar_epi16(~0u, code, table[i * GROUPS / 4]);
                 const __m512i b = _mm512_maskz_permutexvar_epi16(~0u, upper, table[(i + 1) * GROUPS / 4]);
-                memcpy((void*)(tiles + (i * TILE_ROWS + r) * 32), &a, sizeof a);
-                memcpy((void*)(tiles + ((i + 1) * TILE_ROWS + r) * 32), &b, sizeof b);
+                store_tile_row(tiles, r, i, a), store_tile_row(tiles, r, i + 1, b);
             }
         }
     }
@@ -112,6 +126,141 @@ template <> struct ChunkRows<Format::INT4> {
         if (w.W.group == 128) rows<1>(tiles, w, k, ahead);
         else if (w.W.group == 64) rows<2>(tiles, w, k, ahead);
         else if (w.W.group == 32) rows<4>(tiles, w, k, ahead);
+        else return false;
+        return true;
+    }
+};
+
+// GGUF's blocks. A chunk is half a long block or four short ones. The scales of all rows are collected by plain moves
+// and converted at once.
+template <> struct ChunkRows<Format::BLOCKS> {
+    static constexpr int SHORT = CHUNK / 32; // short blocks of a row
+    alignas(64) float scale[TILE_ROWS][8];   // of two rows in a vector
+    alignas(64) uint16_t halves[TILE_ROWS * SHORT];
+
+    template <class Block> INLINE void collect(const uint8_t* from, size_t row_bytes) { // short blocks' d
+        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes)
+            UNROLL for (int g = 0; g < SHORT; g++) memcpy(&halves[r * SHORT + g], from + g * Block::BYTES, 2);
+    }
+    INLINE void halves_of(__m512& v, int i) const { // 16 of them
+        v = _mm512_maskz_cvtph_ps(0xffff, _mm256_load_si256((const __m256i*)(halves + i)));
+    }
+    // d and m of the half's four groups: bytes s_g and m_g times d and -m of the block
+    INLINE void scales_of_six(const uint8_t* from, size_t row_bytes, bool second) {
+        alignas(64) uint64_t eight[TILE_ROWS];
+        alignas(64) float unit[TILE_ROWS * 2];
+        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes) {
+            const uint64_t s = load_as<uint64_t>(from + 4), t = load_as<uint32_t>(from + 12);
+            const uint64_t other = (s >> 2 & 0x3030303030303030) | (t & 0x0f0f0f0f) | (t >> 4 & 0x0f0f0f0f) << 32;
+            eight[r] = second ? other : s & 0x3f3f3f3f3f3f3f3f;
+            memcpy(halves + 2 * r, from, 4);
+        }
+        for (int i = 0; i < 2 * TILE_ROWS; i += 16) {
+            __m512 v;
+            halves_of(v, i);
+            v = (__m512)_mm512_xor_si512((__m512i)v, _mm512_set1_epi64((long long)(1ull << 63)));
+            memcpy(unit + i, &v, sizeof v);
+        }
+        const __m512i lane = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        for (int r = 0; r < TILE_ROWS; r += 2) {
+            const __m512 both = _mm512_maskz_broadcast_f32x4(0xffff, _mm_load_ps(unit + 2 * r));
+            const __m512i bytes = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_load_si128((const __m128i*)(eight + r)));
+            const __m512 v = _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, bytes),
+                                           _mm512_maskz_permutevar_ps(0xffff, both, lane));
+            memcpy(scale[r], &v, sizeof v);
+        }
+    }
+    // Two groups' numbers in a table of 32; the first one's are in the lower halves of 32 bytes.
+    INLINE void q4_k(bf16* tiles, const uint8_t* start, size_t row_bytes, int k, size_t ahead) {
+        const bool second = k % 256;
+        const uint8_t* from = start + (size_t)k / 256 * BlockQ4_K::BYTES;
+        scales_of_six(from, row_bytes, second);
+        const __m512 count = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const __m512i lower = _mm512_set1_epi16(15), other = _mm512_set1_epi16(16);
+        from += 16 + 64 * second;
+        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes) {
+            fetch<BlockQ4_K>(start, k, r, ahead);
+            UNROLL for (int i = 0; i < 4; i += 2) {
+                __m512 v[2];
+                UNROLL for (int g = 0; g < 2; g++)
+                    v[g] = _mm512_fmadd_ps(count, _mm512_set1_ps(scale[r][i + g]), _mm512_set1_ps(scale[r][4 + i + g]));
+                const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]);
+                __m512i code = _mm512_maskz_cvtepu8_epi16(~0u, _mm256_loadu_si256((const __m256i*)(from + 16 * i)));
+                asm("" : "+v"(code)); // (g++ would extend it twice)
+                const __m512i a = _mm512_and_si512(code, lower);
+                const __m512i b = _mm512_or_si512(_mm512_maskz_srli_epi16(~0u, code, 4), other);
+                store_tile_row(tiles, r, i, _mm512_maskz_permutexvar_epi16(~0u, a, table));
+                store_tile_row(tiles, r, i + 1, _mm512_maskz_permutexvar_epi16(~0u, b, table));
+            }
+        }
+    }
+    // Two blocks' numbers in a table of 32. Of 16 bytes the lower halves are first, then the upper ones.
+    INLINE void q4_0(bf16* tiles, const uint8_t* start, size_t row_bytes, int k, size_t ahead) {
+        const uint8_t* from = start + (size_t)k / 32 * BlockQ4_0::BYTES;
+        collect<BlockQ4_0>(from, row_bytes);
+        float* const d = scale[0];
+        for (int i = 0; i < TILE_ROWS * SHORT; i += 16) {
+            __m512 v;
+            halves_of(v, i);
+            memcpy(d + i, &v, sizeof v);
+        }
+        const __m512 codes = _mm512_maskz_loadu_ps(0xffff, CODES + 15 - 8);
+        const __m512i lower = _mm512_set1_epi16(15), other = _mm512_set1_epi16(16);
+        const __m512i shift = _mm512_maskz_inserti64x4(0xff, _mm512_set1_epi16(4), _mm256_setzero_si256(), 0);
+        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes) {
+            fetch<BlockQ4_0>(start, k, r, ahead);
+            UNROLL for (int i = 0; i < SHORT; i += 2) {
+                __m512 v[2];
+                __m512i code[2];
+                UNROLL for (int g = 0; g < 2; g++) {
+                    v[g] = _mm512_mul_ps(codes, _mm512_set1_ps(d[r * SHORT + i + g]));
+                    const __m128i bytes = _mm_loadu_si128((const __m128i*)(from + (i + g) * BlockQ4_0::BYTES + 2));
+                    code[g] = _mm512_maskz_cvtepu8_epi16(~0u, _mm256_maskz_broadcast_i32x4(0xff, bytes));
+                    code[g] = _mm512_maskz_srlv_epi16(~0u, code[g], shift);
+                }
+                const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]);
+                code[0] = _mm512_and_si512(code[0], lower), code[1] = _mm512_or_si512(code[1], other);
+                UNROLL for (int g = 0; g < 2; g++)
+                    store_tile_row(tiles, r, i + g, _mm512_maskz_permutexvar_epi16(~0u, code[g], table));
+            }
+        }
+    }
+    INLINE void q8_0(bf16* tiles, const uint8_t* start, size_t row_bytes, int k, size_t ahead) {
+        alignas(64) float less[TILE_ROWS * SHORT];
+        const uint8_t* from = start + (size_t)k / 32 * BlockQ8_0::BYTES;
+        collect<BlockQ8_0>(from, row_bytes);
+        float* const d = scale[0];
+        for (int i = 0; i < TILE_ROWS * SHORT; i += 16) {
+            __m512 v;
+            halves_of(v, i);
+            memcpy(d + i, &v, sizeof v);
+            v *= SIGNED_BYTE_LESS;
+            memcpy(less + i, &v, sizeof v);
+        }
+        const SignedBytes bytes;
+        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes) {
+            fetch<BlockQ8_0>(start, k, r, ahead);
+            UNROLL for (int g = 0; g < SHORT; g++) {
+                const __m256i q = _mm256_loadu_si256((const __m256i*)(from + g * BlockQ8_0::BYTES + 2));
+                __m512 v[2];
+                UNROLL for (int i = 0; i < 2; i++)
+                    bytes.scaled(v[i], _mm512_maskz_inserti64x4(0xff, __m512i{}, q, 0), i, d + r * SHORT + g, less + r * SHORT + g);
+                store_tile_row(tiles, r, g, v[0], v[1]);
+            }
+        }
+    }
+    // Rows of the tile `ahead` bytes further on, in memory order.
+    template <class Block> INLINE void fetch(const uint8_t* start, int k, int r, size_t ahead) const {
+        constexpr size_t BYTES = CHUNK * Block::BYTES / Block::COUNT;
+        const uint8_t* p = start + ahead + (k / CHUNK * (size_t)TILE_ROWS + r) * BYTES;
+        UNROLL for (size_t i = 0; i < BYTES; i += 64) __builtin_prefetch(p + i, 0, 2);
+    }
+    INLINE bool widen(bf16* tiles, const WeightRows<bf16>& w, int k, size_t ahead) {
+        const uint8_t* from = (const uint8_t*)w.q;
+        const Dtype type = w.W.type[w.block];
+        if (type == Dtype::Q4_K) q4_k(tiles, from, w.row_bytes, k, ahead);
+        else if (type == Dtype::Q4_0) q4_0(tiles, from, w.row_bytes, k, ahead);
+        else if (type == Dtype::Q8_0) q8_0(tiles, from, w.row_bytes, k, ahead);
         else return false;
         return true;
     }
