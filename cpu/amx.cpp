@@ -33,9 +33,8 @@ static void amx_configure(int width) {
     AmxConfig().tiles(0, 7, 16, width).tiles(4, 5, 16, 64).load();
 }
 
-// 32 rows of W as tiles of 16 rows and 32 columns. Packed rows are widened CHUNK columns before their turn. A tile's load
-// waits until all stores before it have left the core; so all rows of a chunk are widened first, then all of its tiles
-// are multiplied.
+// 32 rows of W as tiles of 16 rows and 32 columns. CHUNK columns of all packed rows are widened, then their tiles are
+// multiplied: a few rows and a tile in turns were slower (docs/notes/cpu.md).
 template <Format F> struct AmxRows {
     static constexpr bool IN_PLACE = F == Format::PLAIN;
     const WeightRows<bf16>& w;
@@ -50,8 +49,9 @@ template <Format F> struct AmxRows {
         for (int k = 0; k < w.in; k += CHUNK) {
             const int columns = smaller(CHUNK, w.in - k);
             const bf16* tile = IN_PLACE ? w.w + k : wide.tiles + (wide.ring ? 0 : (size_t)k * TILE_ROWS);
-            if (!IN_PLACE && !wide.ready && !(columns == CHUNK && rows.widen((bf16*)tile, w, k, TILE_ROWS * w.row_bytes)))
-                widen_rows<Bf16Dot, F>((bf16*)tile, 32, apart, w, TILE_ROWS, k, columns, TILE_ROWS * w.row_bytes);
+            const size_t ahead = TILE_ROWS * w.row_bytes;
+            if (!IN_PLACE && !wide.ready && !(columns == CHUNK && rows.widen((bf16*)tile, w, k, ahead)))
+                widen_rows<Bf16Dot, F>((bf16*)tile, 32, apart, w, TILE_ROWS, k, columns, ahead);
             for (int i = 0; i < columns; i += 32, tile += apart) step(tile, tile + half, k + i);
         }
     }
