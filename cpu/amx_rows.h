@@ -71,7 +71,7 @@ template <> struct ChunkRows<Format::INT8> {
             __m512 s;
             fetch_line(from, TILE_ROWS * w.groups * 2);
             Avx512::load(s, from, some);
-            highest = _mm512_max_ps(highest, _mm512_abs_ps(s));
+            highest = _mm512_maskz_max_ps(0xffff, highest, _mm512_abs_ps(s));
             memcpy(scale[r], &s, sizeof s);
             s *= SIGNED_BYTE_LESS;
             memcpy(less[r], &s, sizeof s);
@@ -149,8 +149,8 @@ template <> struct ChunkRows<Format::INT4> {
 };
 
 // A number with an exponent field above 0 is looked up by its lower 5 bits, with the field's lower 2; the upper 2 are
-// added to the result's exponent. Those with an exponent field of 0 have a table of their own. A chunk's columns share a
-// scale.
+// added to the result's exponent. Those with an exponent field of 0 have a table of their own. A chunk's columns share
+// a scale.
 template <> struct ChunkRows<Format::FP8> {
     __m512i normal, small;
     INLINE bool tables(float scale) {
@@ -184,7 +184,7 @@ template <> struct ChunkRows<Format::FP8> {
                 look_up(v, u, normal);
                 v = _mm512_add_epi16(v, _mm512_and_si512(_mm512_maskz_slli_epi16(~0u, u, 4), upper));
                 v = _mm512_mask_permutexvar_epi16(v, _mm512_testn_epi16_mask(u, none), u, small);
-                v = _mm512_ternarylogic_epi32(v, _mm512_maskz_slli_epi16(~0u, u, 8), sign, 0x78); // v ^ (that & sign)
+                v = _mm512_ternarylogic_epi32(v, _mm512_maskz_slli_epi16(~0u, u, 8), sign, 0x78); // v ^ that & sign
                 store_tile_row(tiles, r, i, v);
             }
         }

@@ -88,7 +88,7 @@ TEST_CASE("packed products: scales near the ends of the exponents have the bits 
     const int in = 256, rows = 64;
     for (Format format : {Format::INT8, Format::FP8}) for (float size : {0x1.5p112f, 0x1.5p96f, 0x1.5p-96f, 0x1.5p-112f}) {
         PackedLinear<bf16> W(random, format, format == Format::INT8 ? 32 : 128, false, {rows}, in);
-        for (uint16_t& s : W.halves) s = to_bf16(as_float(bf16{s}) < 0 ? -size : size).bits;
+        for (uint16_t& s : W.halves) s = to_bf16(to_acc(bf16{s}) < 0 ? -size : size).bits;
         for (float& s : W.floats) s = s < 0 ? -size : size;
         const Unpacked<bf16> rounded(W);
         std::vector<bf16> x;
