@@ -5,6 +5,7 @@
 #error "compiled with avx512_bf16.cpp's flags, -mamx-tile and -mamx-bf16: see the Makefile"
 #endif
 #include "cpu/amx.h"
+#include "cpu/amx_rows.h"
 #include "cpu/avx512_vectors.h"
 #include "cpu/ceilings.h"
 #include "cpu/loops.h"
@@ -32,37 +33,26 @@ static void amx_configure(int width) {
     AmxConfig().tiles(0, 7, 16, width).tiles(4, 5, 16, 64).load();
 }
 
-// 32 rows of W as tiles of 16 rows and 32 columns. Packed rows are widened CHUNK columns before their turn, a few rows
-// after each multiplication, since a line that was just stored cannot be loaded into a tile. A load also waits for a
-// store to the same place of another page of 4 KB: so every second chunk has the lower halves of pages, the others the
-// upper ones.
+// 32 rows of W as tiles of 16 rows and 32 columns. CHUNK columns of all packed rows are widened, then their tiles are
+// multiplied: a few rows and a tile in turns were slower (docs/notes/cpu.md).
 template <Format F> struct AmxRows {
-    static constexpr int CHUNK = 128, STEPS = CHUNK / 32;
     static constexpr bool IN_PLACE = F == Format::PLAIN;
     const WeightRows<bf16>& w;
     const AmxWide wide;
-    const size_t half = IN_PLACE ? (size_t)16 * w.in : 512; // from a tile to that of the other 16 rows
+    const size_t half = IN_PLACE ? (size_t)16 * w.in : 512;       // from a tile to that of the other 16 rows
     const size_t row_bytes = IN_PLACE ? (size_t)w.in * 2 : 64;
-    const size_t apart = wide.ring ? 2048 : 1024;           // from a tile to that of the next columns
+    const size_t apart = IN_PLACE ? 32 : (size_t)TILE_ROWS * 32;  // from a tile to that of the next columns
 
-    INLINE bf16* place(int k) const { return wide.tiles + (wide.ring ? k / CHUNK % 2 * 1024 : (size_t)k * TILE_ROWS); }
-    INLINE void widen(int k, int part) const { // a part of the rows
-        if (IN_PLACE || wide.ready || k >= w.in) return;
-        constexpr int ROWS = TILE_ROWS / STEPS;
-        WeightRows<bf16> some = w;
-        some.skip(part * ROWS);
-        widen_rows<Bf16Dot, F>(place(k) + part * ROWS * 32, 32, apart, some, ROWS, k, smaller(CHUNK, w.in - k),
-                               TILE_ROWS * w.row_bytes);
-    }
     // step(first 16 rows, other 16, k) for each 32 columns
     template <class Step> INLINE void each(Step step) const {
-        for (int part = 0; part < STEPS; part++) widen(0, part);
+        [[maybe_unused]] ChunkRows<F> rows;
         for (int k = 0; k < w.in; k += CHUNK) {
-            const bf16* tile = IN_PLACE ? w.w + k : place(k);
-            for (int part = 0; part < STEPS; part++, tile += IN_PLACE ? 32 : apart) {
-                widen(k + CHUNK, part);
-                if (k + 32 * part < w.in) step(tile, tile + half, k + 32 * part);
-            }
+            const int columns = smaller(CHUNK, w.in - k);
+            const bf16* tile = IN_PLACE ? w.w + k : wide.tiles + (wide.ring ? 0 : (size_t)k * TILE_ROWS);
+            const size_t ahead = TILE_ROWS * w.row_bytes;
+            if (!IN_PLACE && !wide.ready && !(columns == CHUNK && rows.widen((bf16*)tile, w, k, ahead)))
+                widen_rows<Bf16Dot, F>((bf16*)tile, 32, apart, w, TILE_ROWS, k, columns, ahead);
+            for (int i = 0; i < columns; i += 32, tile += apart) step(tile, tile + half, k + i);
         }
     }
 };

@@ -12,7 +12,7 @@
 const bf16* amx_pack(const bf16* x, int N, int in);
 
 // Memory for 32 packed rows as bf16, tile after tile: (in / 32, 32 rows, 32), or only AMX_RING bytes.
-constexpr size_t AMX_RING = 32768;
+constexpr size_t AMX_RING = 8192;
 struct AmxWide {
     bf16* tiles;
     bool ring;  // the few tokens are one pass over W: the memory stays in the first-level cache

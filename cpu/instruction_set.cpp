@@ -20,7 +20,7 @@ InstructionSet best_instruction_set() {
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) return ISA_AVX2;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return ISA_AVX512;
     if (!(a1 >> 5 & 1)) return ISA_AVX512; // AVX512_BF16
-    const bool amx = (d >> 22 & 1) && (d >> 24 & 1); // AMX-BF16, AMX-TILE
+    const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (c >> 1 & 1); // AMX-BF16, AMX-TILE, AVX512_VBMI
     // Linux grants a process the tile registers on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
 #else

@@ -83,6 +83,29 @@ TEST_CASE("packed products: tasks of 64 and 128 rows have the bits of the same w
     }
 }
 
+TEST_CASE("packed products: scales near the ends of the exponents have the bits of the same weights unpacked") {
+    Random random{37};
+    const int in = 256, rows = 64;
+    for (Format format : {Format::INT8, Format::FP8}) for (float size : {0x1.5p112f, 0x1.5p96f, 0x1.5p-96f, 0x1.5p-112f}) {
+        PackedLinear<bf16> W(random, format, format == Format::INT8 ? 32 : 128, false, {rows}, in);
+        for (uint16_t& s : W.halves) s = to_bf16(to_acc(bf16{s}) < 0 ? -size : size).bits;
+        for (float& s : W.floats) s = s < 0 ? -size : size;
+        const Unpacked<bf16> rounded(W);
+        std::vector<bf16> x;
+        for (int i = 0; i < in; i++) x.push_back(to_bf16(random.uniform() / size));
+        const std::vector<float> zero(rows);
+        on_every_instruction_set([&] {
+            if (!rounds_packed<bf16>()) return;
+            CAPTURE((int)format);
+            CAPTURE(size);
+            auto y = poisoned<float>(zero.size()), want = y;
+            linear_add_cpu(cpu(), y.data(), zero.data(), x.data(), W, 1);
+            linear_add_cpu(cpu(), want.data(), zero.data(), x.data(), rounded, 1);
+            CHECK(same_bits(y, want));
+        });
+    }
+}
+
 TEST_CASE_TEMPLATE("a row of a packed product has the same bits in any batch, for any number of threads", T, bf16, float) {
     Random random{32};
     for (const PackedKind& kind : PACKED_KINDS) for (int in : {96, 192, 256}) on_every_instruction_set([&] {
