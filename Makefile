@@ -141,6 +141,8 @@ $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: private ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: private ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16
 $(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
+ARM_BF16  := $(shell $(CXX) -march=armv8.2-a+bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo -march=armv8.2-a+bf16)
+$(B)/cpu/arm_bf16.o $(B)/tests/double/cpu/arm_bf16.o: private ARM_ISA = $(ARM_BF16)
 # A line for each file while it compiles; $(1): more flags.
 define CPP_OBJECT
 @mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
@@ -150,7 +152,7 @@ define CU_OBJECT
 @mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
 $(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
 endef
-COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) -MMD -MP
+COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(ARM_ISA) $(SAN) -MMD -MP
 CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h)
 
 $(ROOMS:%=$(B)/%/room.cpp) $(B)/hot/room.cpp: $(B)/%/room.cpp: FORCE
