@@ -94,11 +94,10 @@ TRAIN      = $(filter $(B)/train/%,$(OBJECTS))
 SERVER     = $(filter $(B)/server/%,$(OBJECTS))
 PROGRAMS_ALL = qwen3 train_lora datagen $(if $(MHD),serve)
 .PHONY: all cpu portable single info test headers asan tsan aarch64 fuzz campaign bench report \
-        course course-folder dist wheel clean cuda-check lab lab-check lab-plots check-env
+        course course-folder text-programs dist wheel clean cuda-check lab lab-check lab-plots check-env
 all cpu: $(PROGRAMS_ALL)
 portable:
 	@$(MAKE) TEXT=1 text-programs
-.PHONY: text-programs
 text-programs: $(filter-out $(B)/datagen,$(PROGRAMS_ALL:%=$(B)/%)) | info
 	@echo "built     $(filter-out %.a,$^)"
 
@@ -141,8 +140,7 @@ $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: private ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: private ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16
 $(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mamx-tile -mamx-bf16
-ARM_BF16  := $(shell $(CXX) -march=armv8.2-a+bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo -march=armv8.2-a+bf16)
-$(B)/cpu/arm_bf16.o $(B)/tests/double/cpu/arm_bf16.o: private ARM_ISA = $(ARM_BF16)
+$(B)/cpu/arm_bf16.o: private ARM_ISA = $(shell $(CXX) -march=armv8.2-a+bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo -march=armv8.2-a+bf16)
 # A line for each file while it compiles; $(1): more flags.
 define CPP_OBJECT
 @mkdir -p $(@D); echo "$(notdir $(CXX))  $<"

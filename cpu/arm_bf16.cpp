@@ -9,9 +9,9 @@
 #include "cpu/plain_vectors.h"
 #include <arm_neon.h>
 
-// bfmmla adds to the 2 x 2 sums of two rows and two tokens the products of four columns: for each sum by itself those of
-// columns 0 and 1, then those of 2 and 3. So a sum has one order, in whichever place it is. It rounds to odd and makes
-// numbers below 2^-126 zeros, on every CPU, whatever its rounding mode (FPCR.EBF, which would change this, is 0).
+// bfmmla adds to the 2 x 2 sums of two rows and two tokens the products of four columns: to each sum those of columns 0
+// and 1, then those of 2 and 3. So a sum has one order in any place. It rounds to odd and makes numbers below 2^-126
+// zeros, on every CPU (FPCR.EBF, which would change this, is 0).
 namespace {
 struct Bf16Rows : Plain<float> { // packed weights to bf16
     using Operand = uint16x8x2_t;
@@ -50,7 +50,7 @@ template <int P> INLINE void load_pairs(bfloat16x8_t (&even)[P], bfloat16x8_t (&
     }
 }
 
-// y[m * TILE_ROWS + r] of at most 8 rows and 2 M tokens. Sums of the even and of the odd fours hide each other's latency.
+// y[m * TILE_ROWS + r] of at most 8 rows and 2 M tokens. Sums of even and of odd fours hide each other's latency.
 template <int M> static void block(float* y, const bf16* w, size_t apart, int rows, const bf16* x, int tokens, int in) {
     constexpr int R = 4;
     float32x4_t sum[R][M][2];

@@ -6,7 +6,8 @@
 #ifdef __aarch64__
 enum InstructionSet { ISA_PLAIN, ISA_ARM_BF16, ISA_BF16 = ISA_ARM_BF16, ISA_LAST = ISA_ARM_BF16 };
 #else
-enum InstructionSet { ISA_PLAIN, ISA_AVX2, ISA_AVX512, ISA_AVX512_BF16, ISA_AMX, ISA_BF16 = ISA_AVX512_BF16, ISA_LAST = ISA_AMX };
+enum InstructionSet { ISA_PLAIN, ISA_AVX2, ISA_AVX512, ISA_AVX512_BF16, ISA_AMX,
+                      ISA_BF16 = ISA_AVX512_BF16, ISA_LAST = ISA_AMX };
 #endif
 const char* instruction_set_name(int set);
 
