@@ -4,11 +4,12 @@
 # LLAMA: a folder with llama.cpp's programs and CPU backends (tests/bench/llama_cpp.sh makes one). The table goes to
 # stdout: medians, and what was measured to RESULTS (LLAMA/turns.txt), a line a figure; a second run adds to it.
 #     SHORT=1 leaves decoding at 2048 and the read bandwidth out, and takes ours from single answers
-#     SETS="avx2 avx512bf16 amx"  FORMATS="bf16 int8 int4 q4_0 q4_k"  WORK="one many"  THREADS=2  OURS=./qwen3  SERVER=./serve
-# `one` is a prompt of 512 and decoding at 100 and 2048; `many` is 1, 4 and 16 answers at once, of 64 tokens to prompts of
-# 16 (the whole time counts). Shares are of the read bandwidth that --bench measured in the same turns, by the bytes of our
-# file, keys and values. int8 is beside Q8_0 of the same numbers, int4 (groups of 32, embedding INT8) beside Q4_0; q4_0 and
-# q4_k (Q4_K_M) are files of llama-quantize that both read.
+#     SETS="avx2 avx512bf16 amx"  FORMATS="bf16 int8 int4 q4_0 q4_k"  WORK="one many"  THREADS=2
+#     OURS=./qwen3  SERVER=./serve
+# `one` is a prompt of 512 and decoding at 100 and 2048; `many` is 1, 4 and 16 answers at once, of 64 tokens to prompts
+# of 16 (the whole time counts). Shares are of the read bandwidth that --bench measured in the same turns, by the bytes
+# of our file, keys and values. int8 is beside Q8_0 of the same numbers, int4 (groups of 32, embedding INT8) beside
+# Q4_0; q4_0 and q4_k (Q4_K_M) are files of llama-quantize that both read.
 set -eu
 model=$1 llama=$2 turns=${3:-3}
 threads=${THREADS:-2} ours=${OURS:-./qwen3} server=${SERVER:-./serve} results=${RESULTS:-$llama/turns.txt}
@@ -38,18 +39,20 @@ requests() { # prompts of 16 random ids, answers of 64 tokens
 say() { echo "$@" >>"$results"; }
 bench() {
     first "$ours" "$(mine "$2")" -d cpu -j "$threads" --cpu "$1" --bench --json 2>/dev/null | sed 's/"work"/\n&/g' |
-        sed -n "s/.*\"read_GBps\": \([0-9.]*\).*/ours $1 $2 read \1/p
-            s/\"work\": \"\([a-z]*\)\", \"position\": \([0-9]*\), \"tokens_per_s\": \([0-9.]*\),.*/ours $1 $2 \1_\2 \3/p" >>"$results"
+        sed -n "s/.*\"read_GBps\": \([0-9.]*\).*/read \1/p
+            s/\"work\": \"\([a-z]*\)\", \"position\": \([0-9]*\), \"tokens_per_s\": \([0-9.]*\),.*/\1_\2 \3/p" |
+        while read -r what rate; do say ours "$1" "$2" "$what" "$rate"; done
 }
 one() {
     depths=100,2048
     if [ "${SHORT:-}" ]; then
         depths=100
         for n in 512 100; do
-            first "$ours" "$(mine "$2")" -d cpu -j "$threads" --cpu "$1" -t 0 --lookup 0 --ids "$(seq $n | tr '\n' ' ')" \
-                -n $((n == 512 ? 1 : 33)) --json 2>/dev/null | sed -n 's/.*"prompt_tokens_per_s": \([0-9.]*\).*"decode_tokens_per_s": \([0-9.]*\).*/\1 \2/p' |
-                while read -r prompt decode; do
-                    if [ $n = 512 ]; then say ours "$1" "$2" prompt_512 "$prompt"; else say ours "$1" "$2" decode_100 "$decode"; fi
+            first "$ours" "$(mine "$2")" -d cpu -j "$threads" --cpu "$1" -t 0 --lookup 0 --json \
+                --ids "$(seq $n | tr '\n' ' ')" -n $((n == 512 ? 1 : 33)) 2>/dev/null | tr , '\n' |
+                sed -n 's/.*"\(prompt\|decode\)_tokens_per_s": \([0-9.]*\).*/\1 \2/p' |
+                while read -r what rate; do
+                    case $what$n in prompt512 | decode100) say ours "$1" "$2" "${what}_$n" "$rate" ;; esac
                 done
         done
     else
@@ -57,8 +60,8 @@ one() {
     fi
     for what in "-p 512 -n 0" "-p 0 -n 24 -d $depths"; do
         first "$llama/$1/llama-bench" -m "$(gguf "$2")" -t "$threads" -r 1 $what -o jsonl 2>/dev/null |
-            sed -n "s/.*\"n_prompt\": \([0-9]*\), \"n_gen\": \([0-9]*\), \"n_depth\": \([0-9]*\),.*\"avg_ts\": \([0-9.]*\).*/\1 \2 \3 \4/p" |
-            while read -r prompt _ depth rate; do
+            sed -n 's/.*"n_prompt": \([0-9]*\),.*"n_depth": \([0-9]*\),.*"avg_ts": \([0-9.]*\).*/\1 \2 \3/p' |
+            while read -r prompt depth rate; do
                 if [ "$prompt" = 0 ]; then say llama "$1" "$2" "decode_$depth" "$rate"
                 else say llama "$1" "$2" "prompt_$prompt" "$rate"; fi
             done

@@ -4,7 +4,8 @@
     python export.py --to-hf m.bin m --tokenizer-from FOLDER      (a Hugging Face folder with tokenizer.json)
     rm m/chat_template.jinja                                      (sentence-transformers 6 would put the texts into it)
     ./serve m.bin -z tokenizer.bin -d cpu -j 2 --task embed --port 8077 &
-    OMP_WAIT_POLICY=passive python tests/reference/peer_sentence_transformers.py m texts.txt 2 8077 [TURNS, default 3, and COUNTS]
+    OMP_WAIT_POLICY=passive python \
+        tests/reference/peer_sentence_transformers.py m texts.txt 2 8077 [TURNS, default 3, and COUNTS]
 
 A text a line; last token's vector, normalised, <|endoftext|> behind each text, as Qwen3-Embedding has it. Prints for 1,
 32 and 256 texts (or COUNTS) the medians of texts a second, and the smallest cosine between the vectors of both. With
@@ -27,7 +28,8 @@ turns = int(sys.argv[5]) if len(sys.argv) > 5 else 3
 torch.set_num_threads(int(threads))
 lines = open(file, encoding="utf-8").read().splitlines()
 body = Transformer(folder, model_kwargs={"dtype": torch.bfloat16}, processor_kwargs={"padding_side": "left"})
-model = SentenceTransformer(modules=[body, Pooling(body.get_word_embedding_dimension(), "lasttoken"), Normalize()], device="cpu")
+last = Pooling(body.get_word_embedding_dimension(), "lasttoken")
+model = SentenceTransformer(modules=[body, last, Normalize()], device="cpu")
 
 
 def ours(texts):
@@ -44,7 +46,7 @@ for count in (int(n) for n in (sys.argv[6:] or (1, 32, 256))):
     rates = {ours: [], theirs: []}
     theirs(lines[:4]), ours(lines[:4])  # the first pass finds its kernels
     for turn in range(turns):
-        texts = [f"{count} {turn} {line}" for line in lines[:count]]  # the server keeps the keys of texts that it has seen
+        texts = [f"{count} {turn} {line}" for line in lines[:count]]  # (new ones: the server keeps the keys of texts)
         for who in rates:
             start = time.time()
             who(texts)
