@@ -29,7 +29,6 @@
 CXX      ?= g++
 NVCC     ?= nvcc
 ARCH     ?= native
-WARN      = -Wall -Wextra
 Q         = $(if $(V),,@)
 JOBS     ?= $(shell nproc 2>/dev/null || echo 1)
 ifeq ($(MAKELEVEL),0) # all cores; JOBS=N: so many
@@ -65,7 +64,7 @@ CXXFLAGS  ?=
 COLD       = -Og $(if $(findstring clang,$(CXX)),,-Wno-maybe-uninitialized)
 OPT        = $(COLD)
 FLAGS      = $(TUNE) -ffp-contract=off $(OPENMP) $(if $(OPENMP),,-Wno-unknown-pragmas) $(if $(EDIT),-DHAVE_LIBEDIT) \
-             $(if $(CURL),-DHAVE_CURL) $(if $(CUDA),-DQWEN3_GPU) $(if $(TEXT),-DQWEN3_PORTABLE) $(WARN) $(CXXFLAGS)
+             $(if $(CURL),-DHAVE_CURL) $(if $(CUDA),-DQWEN3_GPU) $(if $(TEXT),-DQWEN3_PORTABLE) -Wall -Wextra $(CXXFLAGS)
 CPUFLAGS   = -std=c++17 $(OPT) $(FLAGS) -fPIC -I.
 GENCODE    = $(foreach a,$(WANTED),-gencode arch=compute_$(a),code=sm_$(a))
 NVCCFLAGS  = -x cu -std=c++17 -O3 $(GENCODE) $(SPLIT) -I. -ccbin $(CXX) -Xcompiler $(subst $(space),$(comma),$(strip $(OPT:-Og=-O1) $(FLAGS) -fPIC))
@@ -78,7 +77,8 @@ B          = $(BUILD)/$(MODE)
 # seconds. Code that runs for each token, word or weight is one more, optimised. Sources with a library or an
 # instruction set of their own, and nvcc's, are separate objects.
 ROOMS      = base model form search book book/datagen train cli $(if $(MHD),server server/engine server/api server/http)
-ROOM_FILES = $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA),,$(wildcard $(1)/*.cu)))
+ROOM_FILES = $(if $(filter hot%,$(1)),$(if $(filter hot,$(1)),$(filter-out $(HOT_DATA),$(HOT)),$(HOT_DATA)),\
+               $(filter-out $(SEPARATE) $(HOT),$(wildcard $(1)/*.cpp) $(if $(CUDA),,$(wildcard $(1)/*.cu))))
 HOT        = $(filter $(ROOMS:%=%/%),$(patsubst %,model/%.cpp,tokenizer lookup quantized quantize_matrix) \
              $(patsubst %,form/%.cpp,grammar automaton masks) $(patsubst %,search/%.cpp,index words hybrid) \
              $(patsubst %,book/%.cpp,jieba words characters) $(HOT_DATA))
@@ -142,6 +142,7 @@ $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: private ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: private ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16
 $(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16
+$(B)/cpu/arm_bf16.o: private ARM_ISA = $(shell $(CXX) -march=armv8.2-a+bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo -march=armv8.2-a+bf16)
 # A line for each file while it compiles; $(1): more flags.
 define CPP_OBJECT
 @mkdir -p $(@D); echo "$(notdir $(CXX))  $<"
@@ -151,13 +152,12 @@ define CU_OBJECT
 @mkdir -p $(@D); echo "$(if $(CUDA),nvcc,$(notdir $(CXX)))  $<"
 $(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
 endef
-COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(SAN) -MMD -MP
+COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(ARM_ISA) $(SAN) -MMD -MP
 CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h)
 
 ROOM_OBJECTS = $(filter %/room.o,$(OBJECTS))
-FILES_OF   = $(if $(filter hot%,$(1)),$(if $(filter hot,$(1)),$(filter-out $(HOT_DATA),$(HOT)),$(HOT_DATA)),$(ROOM_FILES))
 $(ROOM_OBJECTS:.o=.cpp): $(B)/%/room.cpp: FORCE
-	@mkdir -p $(@D); printf '\043include "%s"\n' $(call FILES_OF,$*) >$@.new
+	@mkdir -p $(@D); printf '\043include "%s"\n' $(call ROOM_FILES,$*) >$@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 $(ROOM_OBJECTS): $(B)/%/room.o: $(B)/%/room.cpp $(PCH)
 	@echo "$(notdir $(CXX))  $*/"
@@ -253,7 +253,6 @@ lab: $(LABS)
 LAB_ODD    = matmul:130x260x200 transpose_copy:67x45 reduce_scan:9001x2057 attention:133x2x1 decode:2x1040 \
              convolution_stencil:45x13x9 sparse:197x101x13 waves:50x1x1 dynamic:29x150x300 snn:70x45x9 \
               low_precision:37x200
-CHECKER    =
 lab-check: lab
 	@bad=; for l in $(LAB_ODD); do echo "$$l"; $(CHECKER) lab/$${l%:*} --once --size $${l#*:} || bad="$$bad $$l"; done; \
 	[ -z "$$bad" ] || { echo "wrong:$$bad"; exit 1; }

@@ -33,3 +33,4 @@ double avx2_multiply(MultiplyBlock* memory);
 double avx512_multiply(MultiplyBlock* memory);
 double avx512_bf16_multiply(MultiplyBlock* memory);
 double amx_multiply(MultiplyBlock* memory);
+double arm_bf16_multiply(MultiplyBlock* memory);

@@ -5,10 +5,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#ifdef HAVE_ARM_BF16
+#include <sys/auxv.h>
+#endif
 
 #ifndef QWEN3_DOUBLE
 const char* instruction_set_name(int set) {
+#ifdef __aarch64__
+    static const char* const names[] = {"plain", "bf16"};
+#else
     static const char* const names[] = {"plain", "avx2", "avx512", "avx512bf16", "amx"};
+#endif
     return names[set];
 }
 
@@ -23,6 +30,8 @@ InstructionSet best_instruction_set() {
     const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (c >> 1 & 1); // AMX-BF16, AMX-TILE, AVX512_VBMI
     // Linux grants a process the tile registers on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
+#elif defined(HAVE_ARM_BF16)
+    return getauxval(AT_HWCAP2) >> 14 & 1 ? ISA_ARM_BF16 : ISA_PLAIN; // HWCAP2_BF16, which old headers lack
 #else
     return ISA_PLAIN;
 #endif

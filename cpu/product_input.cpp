@@ -44,6 +44,10 @@ template <class T> ProductInput<T>::ProductInput(const Linear<T>& W, const T* x,
         if (in % 32 == 0 && instruction_set >= ISA_AMX) amx = amx_tile[(int)W.format], packed = amx_pack(x, N, in);
     }
 #endif
+#ifdef HAVE_ARM_BF16
+    if constexpr (std::is_same_v<T, bf16>) if (takes_bf16<T>())
+        vectors = arm_bf16_tile[(int)W.format], token_bytes = in * sizeof(T), operand = (const uint8_t*)x;
+#endif
     // 32 rows; fewer for a single token, to balance the threads (AMX needs 32); more if there are so many tokens that
     // re-reading x has a cost, and the rows fit into the second-level cache.
     task_rows = N == 1 && !amx ? 8 : TILE_ROWS;

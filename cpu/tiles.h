@@ -39,7 +39,7 @@ template <class T> struct WeightRows {
 };
 // Whether products of T take bf16, and so the nearest bf16 (ties to even) of a packed weight: then their bits are those
 // of the same weights stored as bf16. Other instruction sets take floats, and the exact weight.
-template <class T> bool takes_bf16() { return std::is_same_v<T, bf16> && instruction_set >= ISA_AVX512_BF16; }
+template <class T> bool takes_bf16() { return std::is_same_v<T, bf16> && instruction_set >= ISA_BF16; }
 
 template <class T> using ProductTile = void (*)(acc<T>* y, WeightRows<T> w, int rows, const void* x, int N);
 
@@ -88,4 +88,7 @@ template <> const Loops<bf16>& avx512_loops();
 template <> const Loops<float>& avx512_loops();
 
 extern const ProductTile<bf16> avx512_bf16_tile[5]; // by Format; x is bf16, and so is every weight
+#endif
+#ifdef HAVE_ARM_BF16
+extern const ProductTile<bf16> arm_bf16_tile[5];
 #endif

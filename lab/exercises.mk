@@ -34,7 +34,7 @@ $(MINE)/%.cu:
 E_CXX      = g++
 $(E)/accesses.o: tests/emulate/accesses.cpp tests/emulate/accesses.h
 	@mkdir -p $(@D)
-	$(Q)$(E_CXX) -std=c++17 -O2 $(WARN) -I. -c $< -o $@
+	$(Q)$(E_CXX) -std=c++17 -O2 -Wall -Wextra -I. -c $< -o $@
 # A source's checker: of an exercise, or of the laboratory as it is.
 E_FLAGS    = -std=c++17 -g1 -Wall -Wno-unused -Wno-class-memaccess -Wno-unknown-pragmas -fsanitize=thread -I.
 E_BUILD    = $(Q)$(E_CXX) $(E_FLAGS) -DEXERCISE='"$<"' -DLABORATORY=$(E_LAB) -c lab/check.cpp -o $@.o && \

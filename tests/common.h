@@ -68,7 +68,7 @@ inline bool as_defined = false;
 // Says once what this CPU has not got: run.sh lists it.
 inline void tell_missing_instructions() {
     static bool told = false;
-    for (int set = best_instruction_set() + 1; set <= ISA_AMX && !told; set++)
+    for (int set = best_instruction_set() + 1; set <= ISA_LAST && !told; set++)
         printf("skipped: cpu/'s code for %s: this CPU has not got it\n", instruction_set_name((InstructionSet)set));
     told = true;
 }

@@ -46,7 +46,7 @@ static const std::vector<PackedKind> PACKED_KINDS = {
     {Format::FP8, 96, false},  {Format::INT8, 32, false}};
 
 // Whether the instruction set in use rounds a packed weight of a Linear<T> to bf16 before it is multiplied.
-template <class T> bool rounds_packed() { return std::is_same_v<T, bf16> && instruction_set >= ISA_AVX512_BF16 && !as_defined; }
+template <class T> bool rounds_packed() { return std::is_same_v<T, bf16> && instruction_set >= ISA_BF16 && !as_defined; }
 // The error of a packed product whose terms' magnitudes add up to `size`: that of the sum, and half a unit of the last
 // place of each weight where it is rounded.
 template <class T> double packed_error(double size) {

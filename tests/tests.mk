@@ -112,13 +112,14 @@ tsan:
 headers:
 	@CXX=$(CXX) JOBS=$(JOBS) tests/headers.sh
 
-# ---- 64-bit Arm, with the compiler's own vectors: Debian's g++-aarch64-linux-gnu and qemu-user-static.
+# ---- 64-bit Arm, with BF16 and with the compiler's own vectors: Debian's g++-aarch64-linux-gnu and qemu-user-static.
+# (Optimised, since qemu takes far longer than the compiler.)
 ARM        = aarch64-linux-gnu-g++
-ARM_SUITES = test_ops test_int8 test_model test_sampler
+ARM_SUITES = test_ops test_int8 test_packed_products test_blocks test_model test_sampler
 aarch64:
-	@$(MAKE) NVCC=none PORTABLE=1 CXX=$(ARM) CXXFLAGS="-static -Wl,--no-warnings" ROOMS="base model" UNITS="$(ARM_SUITES)" \
+	@$(MAKE) NVCC=none PORTABLE=1 CXX=$(ARM) CXXFLAGS="-static -Wl,--no-warnings" ROOMS="base model" UNITS="$(ARM_SUITES)" TESTOPT=-Og \
 	  $(BUILD)/$(ARM)-portable/tests/suites_model
-	@RUNNER=qemu-aarch64-static JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/tests/suites_model:%)
+	@RUNNER="qemu-aarch64-static -cpu max" JOBS=2 tests/run.sh $(ARM_SUITES:%=$(BUILD)/$(ARM)-portable/tests/suites_model:%)
 
 # ---- Fuzzers: clang's libFuzzer, first inputs in tests/fixtures/fuzz/NAME. The same seed each time, so that CI judges
 # a change by itself; a longer search is `make fuzz SEED=0 SECONDS_EACH=600`. They are one program, in which each has a
