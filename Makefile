@@ -83,10 +83,10 @@ HOT        = $(filter $(ROOMS:%=%/%),$(patsubst %,model/%.cpp,tokenizer lookup q
              $(patsubst %,form/%.cpp,grammar automaton masks) $(patsubst %,search/%.cpp,index words hybrid) \
              $(patsubst %,book/%.cpp,jieba words characters) $(HOT_DATA))
 HOT_DATA   = $(patsubst %,book/datagen/%.cpp,minhash score bleu_words rouge_index)
-SEPARATE   = $(patsubst %,book/datagen/%.cpp,generate grade libcurl) cli/libedit.cpp cpu/%
-SOURCES    = $(filter $(ROOMS:%=%/%),$(wildcard $(filter %.cpp,$(SEPARATE)))) $(if $(TEXT),,$(wildcard cpu/*.cpp)) \
-             $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
-OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%/room.o,hot $(if $(filter book/datagen,$(ROOMS)),hot/datagen) $(ROOMS)) \
+SEPARATE   = $(patsubst %,book/datagen/%.cpp,generate grade libcurl) cli/libedit.cpp \
+             $(patsubst %,cpu/%.cpp,plain avx2 avx512 avx512_bf16 amx arm_bf16 backward backward_products)
+SOURCES    = $(filter $(ROOMS:%=%/%) $(if $(TEXT),,cpu/%),$(SEPARATE)) $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
+OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%/room.o,hot $(if $(TEXT),,cpu) $(if $(filter book/datagen,$(ROOMS)),hot/datagen) $(ROOMS)) \
              $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
 # Tests link all objects. qwen3 waits only for those that it needs.
 LIB        = $(B)/all.a
@@ -155,7 +155,7 @@ endef
 COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(ARM_ISA) $(SAN) -MMD -MP
 CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h)
 
-ROOM_OBJECTS = $(filter %/room.o,$(OBJECTS))
+ROOM_OBJECTS = $(sort $(B)/cpu/room.o $(filter %/room.o,$(OBJECTS)))
 $(ROOM_OBJECTS:.o=.cpp): $(B)/%/room.cpp: FORCE
 	@mkdir -p $(@D); printf '\043include "%s"\n' $(call ROOM_FILES,$*) >$@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@

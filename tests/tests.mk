@@ -85,7 +85,7 @@ $(T)/test_notes.o: $(BUILD)/notes.cuh
 $(GPU_SUITES:%=$(T)/%.o): $(T)/%.o: tests/gpu/%.cpp $(B)/command
 	$(call CU_OBJECT,-Werror all-warnings -Xcompiler -Werror -I$(BUILD))
 # (Their references are the ops of cpu/, in a portable build too.)
-$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB) $(if $(TEXT),$(patsubst %.cpp,$(B)/%.o,$(wildcard cpu/*.cpp)))
+$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB) $(if $(TEXT),$(B)/cpu/room.o $(patsubst %.cpp,$(B)/%.o,$(filter cpu/%,$(SEPARATE))))
 	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
 # The code in the course's notes.
 $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
