@@ -199,12 +199,21 @@ template <> struct ChunkRows<Format::BLOCKS> {
     alignas(64) float scale[TILE_ROWS][8];   // of two rows in a vector
     alignas(64) uint16_t halves[TILE_ROWS * SHORT];
 
-    template <class Block> INLINE void collect(const uint8_t* from, size_t row_bytes) { // short blocks' d
-        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes)
-            UNROLL for (int g = 0; g < SHORT; g++) memcpy(&halves[r * SHORT + g], from + g * Block::BYTES, 2);
-    }
     INLINE void halves_of(__m512& v, int i) const { // 16 of them
         v = _mm512_maskz_cvtph_ps(0xffff, _mm256_load_si256((const __m256i*)(halves + i)));
+    }
+    INLINE void to_floats(float* to, int count) const { // the first `count` halves
+        for (int i = 0; i < count; i += 16) {
+            __m512 v;
+            halves_of(v, i);
+            memcpy(to + i, &v, sizeof v);
+        }
+    }
+    template <class Block> INLINE float* short_scales(const uint8_t* from, size_t row_bytes) { // d: (TILE_ROWS, SHORT)
+        for (int r = 0; r < TILE_ROWS; r++, from += row_bytes)
+            UNROLL for (int g = 0; g < SHORT; g++) memcpy(&halves[r * SHORT + g], from + g * Block::BYTES, 2);
+        to_floats(scale[0], TILE_ROWS * SHORT);
+        return scale[0];
     }
     // d and m of the half's four groups: bytes s_g and m_g times d and -m of the block
     INLINE void scales_of_six(const uint8_t* from, size_t row_bytes, bool second) {
@@ -293,11 +302,7 @@ template <> struct ChunkRows<Format::BLOCKS> {
             eight[r] = load_as<uint64_t>(from + r * row_bytes + 192 + 8 * second);
             memcpy(halves + r, from + r * row_bytes + 208, 2);
         }
-        for (int i = 0; i < TILE_ROWS; i += 16) {
-            __m512 v;
-            halves_of(v, i);
-            memcpy(unit + i, &v, sizeof v);
-        }
+        to_floats(unit, TILE_ROWS);
         const __m512i lane = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
         for (int r = 0; r < TILE_ROWS; r += 2) {
             const __m512 both = (__m512)_mm512_set1_pd(load_as<double>((const uint8_t*)(unit + r)));
@@ -335,13 +340,7 @@ template <> struct ChunkRows<Format::BLOCKS> {
     // Two blocks' numbers in a table of 32. Of 16 bytes the lower halves are first, then the upper ones.
     INLINE void q4_0(bf16* tiles, const uint8_t* start, size_t row_bytes, int k, size_t ahead) {
         const uint8_t* from = start + (size_t)k / 32 * BlockQ4_0::BYTES;
-        collect<BlockQ4_0>(from, row_bytes);
-        float* const d = scale[0];
-        for (int i = 0; i < TILE_ROWS * SHORT; i += 16) {
-            __m512 v;
-            halves_of(v, i);
-            memcpy(d + i, &v, sizeof v);
-        }
+        const float* d = short_scales<BlockQ4_0>(from, row_bytes);
         const __m512 codes = _mm512_maskz_loadu_ps(0xffff, CODES + 15 - 8);
         const __m512i lower = _mm512_set1_epi16(15), other = _mm512_set1_epi16(16);
         const __m512i shift = _mm512_maskz_inserti64x4(0xff, _mm512_set1_epi16(4), _mm256_setzero_si256(), 0);
@@ -368,15 +367,8 @@ template <> struct ChunkRows<Format::BLOCKS> {
     INLINE void q8_0(bf16* tiles, const uint8_t* start, size_t row_bytes, int k, size_t ahead) {
         alignas(64) float less[TILE_ROWS * SHORT];
         const uint8_t* from = start + (size_t)k / 32 * BlockQ8_0::BYTES;
-        collect<BlockQ8_0>(from, row_bytes);
-        float* const d = scale[0];
-        for (int i = 0; i < TILE_ROWS * SHORT; i += 16) {
-            __m512 v;
-            halves_of(v, i);
-            memcpy(d + i, &v, sizeof v);
-            v *= SIGNED_BYTE_LESS;
-            memcpy(less + i, &v, sizeof v);
-        }
+        const float* d = short_scales<BlockQ8_0>(from, row_bytes);
+        for (int i = 0; i < TILE_ROWS * SHORT; i++) less[i] = d[i] * SIGNED_BYTE_LESS;
         const SignedBytes bytes;
         for (int r = 0; r < TILE_ROWS; r++, from += row_bytes) {
             fetch<BlockQ8_0>(start, k, r, ahead);
