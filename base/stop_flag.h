@@ -1,4 +1,5 @@
-// base/stop_flag.h: work that holds a pointer to a flag gives up soon after a signal's handler or another thread has set it.
+// base/stop_flag.h: work that holds a pointer to a flag gives up soon after a signal's handler or another thread has
+// set it.
 #pragma once
 #include <atomic>
 

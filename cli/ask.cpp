@@ -2,6 +2,7 @@
 #include "cli/ask.h"
 #include "base/file.h"
 #include "base/options.h"
+#include "book/text.h"
 #include "cli/answer.h"
 #include "cli/chat.h"
 #include "cli/prompt_cache.h"
@@ -32,7 +33,7 @@ static std::vector<int> prompt_ids(const Options& o, const Tokenizer* tokenizer,
         if (!text.empty() && text.back() == '\n') text.pop_back(); // the output of `echo` is not part of the question
     }
     if (o.raw) return tokenizer->encode(text, true);
-    if (text.find_first_not_of(" \t\r\n") == text.npos) DIE("the question is empty"); // e.g. an unset variable
+    if (book::trimmed(text).empty()) DIE("the question is empty"); // e.g. an unset variable
     std::vector<Message> messages;
     if (!o.system.empty()) messages.push_back({"system", o.system});
     messages.push_back({"user", text});

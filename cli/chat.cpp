@@ -2,6 +2,7 @@
 #include "cli/chat.h"
 #include "base/file.h"
 #include "base/options.h"
+#include "book/text.h"
 #include "cli/saved_chat.h"
 #include "cli/screen.h"
 #include "cli/state.h"
@@ -48,7 +49,7 @@ int Chat::run() {
     while (!leave && !Input::hangup && user->next(line)) {
         try {
             must_be_utf8("the message", line);
-            if (line.find_first_not_of(" \t\r\n") != line.npos && !command(line)) {
+            if (!book::trimmed(line).empty() && !command(line)) {
                 std::vector<Message> asked = messages;
                 asked.push_back({"user", line});
                 answer(std::move(asked));
