@@ -2,6 +2,7 @@
 #pragma once
 #include "sj.h"
 #include "tests/files.h"
+#include <csignal>
 #include <functional>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -44,6 +45,12 @@ struct Process {
     static Result of(const std::function<int()>& f) {
         const auto run = [&] { _exit(f()); };
         return Process("", {}, "", run).wait();
+    }
+    // Ends a program that should be running: a fault with its messages if it has ended by itself.
+    void kill_running() {
+        int status;
+        if (waitpid(pid, &status, WNOHANG) == pid) FAIL_CHECK("it ended by itself: ", err.text());
+        else kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
     }
     Result wait() {
         int status;

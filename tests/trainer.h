@@ -24,9 +24,10 @@ inline Result train(const Strings& arguments) {
     REQUIRE(r.status == 0);
     return r;
 }
-// Interrupts a run that writes to `folder` once its log has step 4.
-inline void interrupt_at_step_4(Process& p, const std::string& folder) {
-    for (int ms = 0; read_file_if(folder + "/trainer_log.jsonl").find("\"current_steps\": 4,") == std::string::npos; ms++) {
+// Interrupts a run that writes to `folder` once its log has this step.
+inline void interrupt_at_step(int step, Process& p, const std::string& folder) {
+    const std::string logged = "\"current_steps\": " + std::to_string(step) + ",";
+    for (int ms = 0; read_file_if(folder + "/trainer_log.jsonl").find(logged) == std::string::npos; ms++) {
         REQUIRE(ms < 60000);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -257,7 +257,7 @@ TEST_CASE("Ctrl-C and --resume with steps on own answers: to the bit as if nothi
     const size_t own = logged(out / "w", "completions/mean_length").size();
     CHECK((own > 1 && own < 9)); // of 10 steps
     Process p = start_training(how + Strings{"-o", out / "parts"});
-    interrupt_at_step_4(p, out / "parts");
+    interrupt_at_step(4, p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 10);
     check_refusal(start_training(how + Strings{"--distil-temp", "2", "-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with distil-temp 1.0, not 2.0");
     check_refusal(start_training(how + Strings{"--teacher", TINY, "-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with teacher ");

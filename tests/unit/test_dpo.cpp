@@ -297,7 +297,7 @@ TEST_CASE("Ctrl-C and --resume, LoRA and --full: to the bit as if nothing had be
         const std::string whole = out / ("whole" + kind), parts = out / ("parts" + kind), file = full ? "/model.bin" : "/adapter_model.safetensors";
         train(how + Strings{"-o", whole});
         Process p = start(trainer(), how + Strings{"-o", parts});
-        interrupt_at_step_4(p, parts);
+        interrupt_at_step(4, p, parts);
         CHECK(logged(parts, "loss").size() < 10); // it was really stopped on its way
         for (const Strings& other : {Strings{"--beta", "0.2"}, {kto ? "--desirable-weight" : kind == "--orpo" ? "--beta" : "--label-smoothing", "0.3"}})
             check_refusal(start(trainer(), how + other + Strings{"-o", parts, "--resume"}).wait(), "train_lora", format("begun with %s", kto && other[0] != "--beta" ? "desirable" : other[0].c_str() + 2));

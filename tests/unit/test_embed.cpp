@@ -707,7 +707,7 @@ struct Serving : Process {
             if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + 17);
         }
     }
-    ~Serving() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    ~Serving() { kill_running(); }
     static Strings with(const Strings& more) {
         Strings all = {FOLDER, "-j", "1", "--port", "0", "--name", "tiny"};
         all.insert(all.end(), more.begin(), more.end());

@@ -132,7 +132,7 @@ TEST_CASE("train_lora --modules-to-save: resume to the bit, ranks, the base open
     CHECK(r.err.find("embed_tokens, lm_head: 0.") != std::string::npos); // M of them trained
     CHECK(logged(out / "w", "loss").back() < 0.5 * logged(out / "w", "loss")[0]);
     Process p = start_training(how + Strings{"-o", out / "parts"});
-    interrupt_at_step_4(p, out / "parts");
+    interrupt_at_step(4, p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 20);
     Strings other = how;
     other.back() = "lm_head";

@@ -6,7 +6,6 @@
 #include "tests/files.h"
 #include "tests/process.h"
 #include "tests/trainer.h"
-#include <thread>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 
@@ -108,12 +107,7 @@ TEST_CASE("--full --moments 8: converges as with 32 bits, in less memory; resume
     CHECK(fs::file_size(out / "w" + "/state.safetensors") < fs::file_size(out / "plain" + "/state.safetensors") * 6.1 / 12);
 
     Process p = start_training(eight + Strings{"-o", out / "parts"});
-    for (int ms = 0; read_file_if(out / "parts" + "/trainer_log.jsonl").find("\"current_steps\": 5,") == std::string::npos; ms++) {
-        REQUIRE(ms < 60000);
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    kill(p.pid, SIGINT);
-    CHECK(p.wait().status == 130);
+    interrupt_at_step(5, p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 40);
     check_refusal(start_training(how + Strings{"-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with moments \"8\", not unset");
     train(eight + Strings{"-o", out / "parts", "--resume"});
@@ -125,12 +119,7 @@ TEST_CASE("--full --moments 8: converges as with 32 bits, in less memory; resume
     for (size_t i = 0; i < 6; i++) CHECK(logged(out / "two", "loss")[i] == doctest::Approx(logged(out / "one", "loss")[i]).epsilon(1e-3));
     // A state of two ranks has the same places of its blocks.
     Process q = start_training({TINY, rows, "--full", "--lr", "2e-3", "--steps", "30", "--moments", "8", "-d", "cpu", "--batch", "4", "--gpus", "2", "-o", out / "moved"});
-    for (int ms = 0; read_file_if(out / "moved" + "/trainer_log.jsonl").find("\"current_steps\": 5,") == std::string::npos; ms++) {
-        REQUIRE(ms < 60000);
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    kill(q.pid, SIGINT);
-    CHECK(q.wait().status == 130);
+    interrupt_at_step(5, q, out / "moved");
     const Result on = train({TINY, rows, "--full", "--lr", "2e-3", "--steps", "30", "--moments", "8", "-d", "cpu", "--batch", "8", "-o", out / "moved", "--resume"});
     CHECK(on.err.find("begun on 2 ranks, goes on with 1") != std::string::npos);
     CHECK(logged(out / "moved", "loss").size() == 30);

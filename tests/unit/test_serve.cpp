@@ -993,9 +993,7 @@ struct Serving : Process {
         }
     }
     ~Serving() {
-        int status;
-        if (port && waitpid(pid, &status, WNOHANG) == pid) FAIL_CHECK("the server ended by itself: ", err.text());
-        else if (port) kill(pid, SIGKILL), waitpid(pid, nullptr, 0);
+        if (port) kill_running();
     }
     static Strings with(const Strings& more, const std::string& model = MODEL) {
         Strings all = {model, "-z", VOCABULARY, "-j", "1", "--port", "0", "--name", "tiny"};

@@ -1385,7 +1385,7 @@ TEST_CASE("HTTP: a batch of texts has the vectors that its rows have alone") {
                 if (const size_t at = said.find(before); at != said.npos && said.back() == '\n') port = atoi(said.c_str() + at + before.size());
             }
         }
-        ~Vectors() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+        ~Vectors() { kill_running(); }
     } server(scratch / "files");
     const Office office{server.port, ""};
     std::string texts = "\"a warp\"", requests;

@@ -182,7 +182,7 @@ struct Server : Process {
             if (at != std::string::npos && said.back() == '\n') port = atoi(said.c_str() + at + before.size());
         }
     }
-    ~Server() { kill(pid, SIGKILL), waitpid(pid, nullptr, 0); }
+    ~Server() { kill_running(); }
     std::string ask(const std::string& body, const char* path = "/v1/completions", int status = 200) const {
         const HttpReply r = Http(port).call("POST", path, body);
         INFO(body << "\n" << r.body);

@@ -313,7 +313,7 @@ TEST_CASE("rows, an endpoint's answers with log-probabilities, packed rows, an a
     const Strings longer = Strings{TINY, packed, "--rank", "4", "--lr", "5e-3", "--steps", "30", "--batch", "4", "--dropout", "0.1", "--distil-beta", "0.5"};
     train(longer + Strings{"-o", out / "w"});
     Process p = start_training(longer + Strings{"-o", out / "parts"});
-    interrupt_at_step_4(p, out / "parts");
+    interrupt_at_step(4, p, out / "parts");
     CHECK(logged(out / "parts", "loss").size() < 30);
     check_refusal(start_training(longer + Strings{"--distil-temp", "2", "-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with distil-temp 1.0, not 2.0");
     train(longer + Strings{"-o", out / "parts", "--resume"});
