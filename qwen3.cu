@@ -20,16 +20,17 @@
 
    Notation    N tokens   C channels (hidden size)   H query heads   K key/value heads   D head size
                F feed-forward size   V rows of the vocabulary   L layers   B sequences   G = H / K query heads a KV head
-               E experts of a layer (number e), k of them for a token, M the feed-forward size of one
-               n a token (row)   i a column   r a row of W   h a head   m a key's position; of an Adapter: its modules
+               R tokens that go through the head   E experts of a layer, k of them for a token, M the F of one expert
+               n a token (row)   i a column   r a row of W, or one of R   h a head   m a key's position   e an expert
                (N,C) is a row-major array of N rows of C numbers. W has shape (out, in): y = W x for one token, and
                y = x W^T for the rows of x together. The head is the last product; a head is one of attention's.
-   Types       T is the stored type: bf16, float or double. acc<T> is the type of sums: float (double for double).
-               The residual stream, logits and lse are acc<T>. The other arrays between ops are T.
+   Types       T is the stored type: bf16, float or double. acc<T> is the type of sums: float (double for double); an op
+               of sums alone names it A. The residual stream and the logits are acc<T>. Other arrays between ops are T.
 
    Contracts
-   - An op is defined once, in Book I. Outputs come first, then inputs, then sizes. Each op that takes time has two more
-     versions: `op_cpu` in cpu/ for the instructions of CPUs, `op_gpu` in Book II. RUN (section 4) chooses.
+   - An op is defined once, in Book I. Its heading, // ----, has its formula and its shapes: outputs <- inputs. Outputs
+     come first, then inputs, then sizes. Each op that takes time has two more versions: `op_cpu` in cpu/ for the
+     instructions of CPUs, `op_gpu` in Book II. RUN (section 4) chooses.
    - A ragged batch is the only batch: N tokens of B sequences, packed (see Batch).
    - A sum has one fixed order. On a CPU the bits of a row depend neither on the other rows of the batch nor on the
      number of threads; so the compiler may not choose whether a * b + c is rounded once or twice: -ffp-contract=off. On
@@ -51,6 +52,7 @@
 #ifndef QWEN3_CU
 #define QWEN3_CU
 #include "base/arena.h"
+#include "model/adamw.h"
 #include "model/bf16.h" // bf16, acc<T>; to_acc(x) reads a T, to_stored<T>(x) rounds to one
 #include "model/context.h"
 #include "model/dropout.h"
@@ -61,14 +63,12 @@
 #include "model/rope.h"
 #include "model/sampling.h"
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
-#include <utility>
 #include <vector>
 
 // ###################################################### Book I #######################################################
@@ -76,7 +76,7 @@
 // ======================================================================================================= 1 Ops on rows
 // The loop over tokens may run in parallel. The threads share no sum, so a row's bits do not depend on their number.
 
-// 1 / sqrt(mean(x^2) + eps) of one row.
+// 1 / sqrt(mean(x^2) + eps) of a row x (n).
 template <class T> acc<T> rms_factor(const T* x, int n, float eps) {
     acc<T> sum = 0;
     for (int i = 0; i < n; i++) sum += to_acc(x[i]) * to_acc(x[i]);
@@ -84,11 +84,8 @@ template <class T> acc<T> rms_factor(const T* x, int n, float eps) {
 }
 
 // ---- rmsnorm: out[n] = x[n] / rms(x[n]) * w       (Zhang & Sennrich, "Root mean square layer normalization", 2019)
-template <class T>
-void rmsnorm(T* out,          // (N,C) out
-             const acc<T>* x, // (N,C)
-             const T* w,      // (C)
-             int N, int C, float eps) {
+//      out (N,C) <- x (N,C), w (C)
+template <class T> void rmsnorm(T* out, const acc<T>* x, const T* w, int N, int C, float eps) {
     #pragma omp parallel for schedule(static) if (N > 4)
     for (int n = 0; n < N; n++) {
         const acc<T>* row = x + (size_t)n * C;
@@ -98,10 +95,8 @@ void rmsnorm(T* out,          // (N,C) out
 }
 
 // ---- swiglu: out = silu(gate) * up, silu(g) = g / (1 + e^-g)     (Shazeer, "GLU variants improve transformer", 2020)
-template <class T>
-void swiglu(T* out,           // (N,F) out
-            const T* gate_up, // (N,2F)
-            int N, int F) {
+//      out (N,F) <- gate_up (N,2F): a row is its gates, then its ups
+template <class T> void swiglu(T* out, const T* gate_up, int N, int F) {
     for (int n = 0; n < N; n++)
         for (int f = 0; f < F; f++) {
             const T* row = gate_up + (size_t)n * 2 * F;
@@ -110,12 +105,11 @@ void swiglu(T* out,           // (N,F) out
         }
 }
 
-// ---- fill_rope: cosine and sine of RoPE's angles. Numbers i and i + D/2 of a head form plane i. Its angle is
-// position * theta^(-2i/D), computed in float (for double in double), as Hugging Face does. `scaling` changes these
-// frequencies (scale_frequencies, model/rope.h), and the length of (cosine, sine), for positions beyond training's.
-template <class A>
-void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
-               int positions, int D, double theta, const RopeScaling& scaling = {}) {
+// ---- fill_rope: cosine and sine of p theta^(-2i/D), RoPE's angle at position p in plane i. Numbers i and i + D/2 of a
+// head form plane i. Each step is rounded where Hugging Face rounds it. `scaling`, for positions beyond training's,
+// changes the frequencies (scale_frequencies, model/rope.h) and the length of (cosine, sine).
+//      rope (positions, D/2, 2)
+template <class A> void fill_rope(A* rope, int positions, int D, double theta, const RopeScaling& scaling = {}) {
     std::vector<A> frequency(D / 2);
     for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
     scale_frequencies(frequency, theta, scaling);
@@ -131,56 +125,41 @@ void fill_rope(A* rope, // (positions, D/2, 2) out: cosine and sine
 
 // ========================================================================================================== 2 Products
 
-// LoRA (Hu et al., "LoRA: low-rank adaptation of large language models", 2021). The Linear below has up to three blocks
-// of rows (q, k, v). Each block may have one module, a pair (A_j, B_j); there are m modules. Module j adds
-// s B_j A_j drop_j(x) to its block of y. All modules are in one matrix `A` and one matrix `B`: rows j * rank to
-// (j + 1) * rank - 1 of `A` are A_j. Columns of the same numbers of `B` hold s B_j in the rows of module j's block, and
-// zeros in all other rows.
+// The matrix W of a product y = W x is a Linear. Its rows are up to three blocks, separate tensors in the file: q, k, v
+// of one layer, or gate and up. An Adapter adds LoRA to the product (Hu et al., "LoRA: low-rank adaptation of large
+// language models", 2021): y += s B_j A_j drop_j(x) in the block of module j. A block has at most one module. The
+// modules lie side by side, width = modules * rank: the rows of A are those of all A_j; the columns of B are those of
+// all s B_j, with zeros in the rows of other blocks. So y += B h with h = A drop(x).
 template <class T> struct Adapter {
-    int rank = 0;                     // 0: no adapter
+    int rank = 0;                     // of a module; 0: no adapter
     int true_rank = 0;                // rank in the file; A_j has zero rows, B_j zero columns from there on
-    int modules = 0;                  // m
-    int block[3] = {};                // (m) the block of module j: 0, 1 or 2
-    int module[3] = {};               // (m) layer * 7 + (q, k, v, o, gate, up, down = 0..6): selects the dropout mask
+    int modules = 0;
+    int block[3] = {};                // (modules) the block of module j: 0, 1 or 2
+    int module[3] = {};               // (modules) layer * 7 + (q, k, v, o, gate, up, down = 0..6): its dropout mask
     float s = 1;                      // alpha / rank; rslora: alpha / sqrt(rank)
-    T* A = nullptr;                   // (m * rank, in)
-    T* B = nullptr;                   // (out, m * rank) s B; AdamW trains B and stores s B here
-    T* h = nullptr;                   // (N, m * rank) A drop(x): written by the product, read by the backward pass
+    T* A = nullptr;                   // (width, in)
+    T* B = nullptr;                   // (out, width) s B; AdamW trains B and stores s B here
+    T* h = nullptr;                   // (N, width) written by the product, read by the backward pass
     uint32_t* kept = nullptr;         // on a GPU: the masks of forward, for the backward pass; see DropoutMasks
     const Dropout* dropout = nullptr; // training only
     size_t width() const { return (size_t)modules * rank; }
 };
-
-// The weights of a product y = W x. W has up to three blocks of rows, which are separate tensors in the file (q, k, v;
-// gate, up). A number is stored as T (PLAIN) or in a format of fewer bits (model/formats.h).
-template <class T> struct Linear {
-    Format format = Format::PLAIN;     // of every block
-    const T* w[3] = {};                // PLAIN: (rows, in) of each block
-    const int8_t* q[3] = {};           // other formats: (rows, row_bytes) of each block
-    const void* scale[3] = {};         // other formats but BLOCKS: (rows / group_rows, groups)
-    const uint8_t* zero[3] = {};       // INT4: (rows, groups) zero points, or null: all are 8
-    Dtype type[3] = {};                // BLOCKS: the type of each block
-    int group = GROUP, group_rows = 1; // columns and rows that share a scale
+template <class T> struct Linear : StoredRows { // model/formats.h: `in`, and numbers that are not stored as T
+    const T* w[3] = {};               // PLAIN: (rows, in) of each block
     int rows[3] = {};
-    int in = 0;
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
-    int groups() const { return (in + group - 1) / group; }
-    size_t row_bytes(int b = 0) const { // bytes of a row of q[b]; only in BLOCKS they depend on b
-        if (format == Format::BLOCKS) return block_row_bytes(type[b], (size_t)in);
-        return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
-    }
-    // W[r][i] in any format.
-    acc<T> at(int r, int i) const {
+    int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // first row of block b
+    acc<T> at(int r, int i) const { // W[r][i] in any format
         int b = 0;
         while (r >= rows[b]) r -= rows[b++];
         if (format != Format::PLAIN) return packed_number<acc<T>>(*this, b, r, i);
         return to_acc(w[b][(size_t)r * in + i]);
     }
-    int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // of block b
 };
 
-// ---- product: y[n][r] = sum_i W[r][i] x[n][i]. It calls store(n, r, y[n][r]) for each n and r.
+// ---- product: store(n, r, y[n][r]) is called for each n and r, y[n][r] = sum_i W[r][i] x[n][i]
+//      <- x (N, W.in)
 template <class T, class Store> void product(const Linear<T>& W, const T* x, int N, Store store) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < W.out(); r++)
@@ -194,20 +173,16 @@ template <class T, class Store> void product(const Linear<T>& W, const T* x, int
 // drop_j of a number of token n and column i: in training 0 or value / (1 - p), else the value. It is not rounded to T,
 // so a faster version may multiply the finished sum by 1 / (1 - p).
 template <class T> acc<T> drop(const Adapter<T>& a, int j, int n, int i, acc<T> value) {
-    const Dropout* d = a.dropout;
-    if (!d) return value;
-    const uint32_t eight = dropout_mask(*d, d->token[n], a.module[j], i / 8); // bit b: column i / 8 * 8 + b is kept
-    return (eight >> (i % 8) & 1) ? value * (1 / (1 - (acc<T>)d->p)) : 0;
+    if (!a.dropout) return value;
+    return dropout_keeps(*a.dropout, n, a.module[j], i) ? value * (1 / (1 - (acc<T>)a.dropout->p)) : 0;
 }
 template <class T> acc<T> dropped(const T* x, const Linear<T>& W, int j, int n, int i) { // drop_j(x)[n][i]
     return drop(W.adapter, j, n, i, to_acc(x[(size_t)n * W.in + i]));
 }
 
-// ---- lora_down: h[n][j * rank + r] = sum_i A[j * rank + r][i] drop_j(x[n])[i]
-template <class T>
-void lora_down(T* h,       // (N, m * rank) out
-               const T* x, // (N, W.in)
-               const Linear<T>& W, int N) {
+// ---- lora_down: h[n][r] = sum_i A[r][i] drop_j(x[n])[i], j = r / rank
+//      h (N, width) <- x (N, W.in)
+template <class T> void lora_down(T* h, const T* x, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     #pragma omp parallel for schedule(static)
     for (int n = 0; n < N; n++)
@@ -218,8 +193,7 @@ void lora_down(T* h,       // (N, m * rank) out
         }
 }
 
-// x W^T, plus h (s B)^T if W has an adapter. h is rounded to T; the sum of both is rounded once. (B is zero where a row
-// does not belong to a module's block.)
+// x W^T, plus h B^T if W has an adapter. h is rounded to T; the sum of both is rounded once.
 template <class T, class Store> void adapted_product(const Linear<T>& W, const T* x, int N, Store store) {
     const Adapter<T>& a = W.adapter;
     if (a.rank) lora_down(a.h, x, W, N);
@@ -230,67 +204,48 @@ template <class T, class Store> void adapted_product(const Linear<T>& W, const T
 }
 
 // ---- linear: out = x W^T
-template <class T>
-void linear(T* out,     // (N, W.out) out
-            const T* x, // (N, W.in)
-            const Linear<T>& W, int N) {
+//      out (N, W.out) <- x (N, W.in)
+template <class T> void linear(T* out, const T* x, const Linear<T>& W, int N) {
     const size_t ld = W.out(); // numbers from one row of out to the next
     adapted_product(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
 }
 
-// ---- linear_add: out = residual + x W^T; out may be residual.
-template <class T>
-void linear_add(acc<T>* out,            // (N, W.out) out
-                const acc<T>* residual, // (N, W.out)
-                const T* x,             // (N, W.in)
-                const Linear<T>& W, int N) {
+// ---- linear_add: out = residual + x W^T; out may be residual
+//      out (N, W.out) <- residual (N, W.out), x (N, W.in)
+template <class T> void linear_add(acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W, int N) {
     const size_t ld = W.out();
     adapted_product(W, x, N, [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
 }
 
-// ---- norm_linear: out = rmsnorm(x) W^T
+// ---- norm_linear: out = rmsnorm(x) W^T. `normed` is scratch, which a fused kernel leaves as it was.
+//      out (N, W.out), normed (N,C) <- x (N,C), w (C)
 template <class T>
-void norm_linear(T* out,          // (N, W.out) out
-                 T* normed,       // (N,C) scratch; a fused kernel leaves it as it was
-                 const acc<T>* x, // (N,C)
-                 const T* w,      // (C)
-                 const Linear<T>& W, int N, float eps) {
+void norm_linear(T* out, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N, float eps) {
     rmsnorm(normed, x, w, N, W.in, eps);
     linear(out, normed, W, N);
 }
 
-// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T)
+// ---- norm_linear_swiglu: out = swiglu(rmsnorm(x) W^T). On a GPU gate_up may be null.
+//      out (N,F), gate_up (N,2F), normed (N,C) <- x (N,C), w (C)
 template <class T>
-void norm_linear_swiglu(T* out,          // (N,F) out
-                        T* gate_up,      // (N,2F) out; may be null on a GPU
-                        T* normed,       // (N,C) scratch, as norm_linear's
-                        const acc<T>* x, // (N,C)
-                        const T* w,      // (C)
-                        const Linear<T>& W, int N, float eps) {
+void norm_linear_swiglu(T* out, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& W, int N,
+                        float eps) {
     norm_linear(gate_up, normed, x, w, W, N, eps);
     swiglu(out, gate_up, N, W.rows[0]);
 }
 
-// ---- mlp: out = x + swiglu(rmsnorm(x) gate_up^T) down^T
+// ---- mlp: out = x + hidden down^T, hidden = swiglu(rmsnorm(x) up^T); the rows of `up` are gate and up
+//      out (N,C), hidden (N,F), gate_up (N,2F), normed (N,C) <- x (N,C), w (C)
 template <class T>
-void mlp(acc<T>* out,                // (N,C) out
-         T* hidden,                  // (N,F) out: swiglu's
-         T* both,                    // (N,2F) out: gate, up; may be null on a GPU
-         T* normed,                  // (N,C) scratch, as norm_linear's
-         const acc<T>* x,            // (N,C)
-         const T* w,                 // (C)
-         const Linear<T>& gate_up, const Linear<T>& down, int N, float eps) {
-    norm_linear_swiglu(hidden, both, normed, x, w, gate_up, N, eps);
+void mlp(acc<T>* out, T* hidden, T* gate_up, T* normed, const acc<T>* x, const T* w, const Linear<T>& up,
+         const Linear<T>& down, int N, float eps) {
+    norm_linear_swiglu(hidden, gate_up, normed, x, w, up, N, eps);
     linear_add(out, x, hidden, down, N);
 }
 
-// ---- head: the logits of R chosen tokens. They stay acc<T>: they are not rounded to T.
-template <class T>
-void head(acc<T>* logits,  // (R,V) out
-          T* picked,       // (R,C) scratch
-          const T* x,      // (N,C) after the final norm
-          const int* rows, // (R)
-          const Linear<T>& W, int R) {
+// ---- head: the logits of R chosen tokens, not rounded to T
+//      logits (R,V), picked (R,C) scratch <- x (N,C) after the final norm, rows (R)
+template <class T> void head(acc<T>* logits, T* picked, const T* x, const int* rows, const Linear<T>& W, int R) {
     for (int r = 0; r < R; r++) std::copy_n(x + (size_t)rows[r] * W.in, W.in, picked + (size_t)r * W.in);
     const size_t V = W.out();
     product(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
@@ -299,10 +254,10 @@ void head(acc<T>* logits,  // (R,V) out
 // ======================================================================================= 3 Tokens, cache and attention
 
 // N packed tokens of B sequences. The rows of a sequence are adjacent and in order of position. Each of the first
-// `singles` rows is the only row of its sequence (decoding). The sequences after them have any number of rows (prompts,
-// training). A spare row has seq = -1. Ops that use token, pos or slot skip it; other ops compute a result that is not
-// read. On a GPU the arrays are in its memory. Keys and values are in pages of 16 tokens (model/kv_cache.h); row seq[n]
-// of the block table lists the pages of token n's sequence.
+// `singles` rows is the only row of its sequence (decoding); sequences with more rows (prompts, training) follow. A
+// spare row has seq = -1. Ops that use token, pos or slot skip it; other ops compute a result that is not read. On a
+// GPU the arrays are in its memory. Keys and values are in pages of 16 tokens (model/kv_cache.h). Row seq[n] of the
+// block table lists the pages of token n's sequence.
 struct Batch {
     int N, B;
     const int* token; // (N)
@@ -317,11 +272,9 @@ struct Batch {
     bool fp8 = false; // the cache is FP8: see KVRow
 };
 
-// ---- embed: x[n] = W[token[n]]
-template <class T>
-void embed(acc<T>* x,              // (N,C) out
-           const Linear<T>& table, // (V,C)
-           const Batch& b, int C) {
+// ---- embed: x[n] = table[token[n]]
+//      x (N,C) <- table (V,C)
+template <class T> void embed(acc<T>* x, const Linear<T>& table, const Batch& b, int C) {
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
         if (b.seq[n] < 0) continue;
@@ -329,38 +282,21 @@ void embed(acc<T>* x,              // (N,C) out
     }
 }
 
-// ---- add_noise: x[n] += bound[n] u, u uniform in [-1, 1)^C (NEFTune; Jain et al., 2023). Training only.
-template <class A>
-void add_noise(A* x, // (N,C) +=
-               const Noise& noise, int N, int C) {
-    const PhiloxKeys keys(noise.seed);
-    #pragma omp parallel for schedule(static) if (N > 4)
-    for (int n = 0; n < N; n++)
-        for (int i = 0; i < C; i++)
-            x[(size_t)n * C + i] += noise.bound[n] * noise_numbers(keys, noise.step, noise.token[n], i / 4).v[i % 4];
-}
-
-constexpr int MAX_HEAD = 512; // the largest D; model/model_file.cpp refuses more
-
-// The views of attention's ops.
-struct HeadShape { // H, K, D of the notation; eps of the heads' norms
-    int H, K, D;
-    float eps = 0;
-};
-// One layer of a KVCache, (pages, K, 16, D) each. store_kv and KVRow (model/kv_cache.h) write and read a row of D.
-template <class T> struct LayerCache { T *keys, *values; };
+// Arguments of attention's ops.
+constexpr int MAX_HEAD = 512;                           // the largest D; model/model_file.cpp refuses more
+struct HeadShape { int H, K, D; float eps = 0; };       // eps: of the heads' norms
+template <class T> struct LayerCache { T *keys, *values; }; // a layer of the cache, (pages, K, 16, D) each
 template <class T> struct HeadNorms {
     const T *q, *k;     // (D) weights of the heads' norms
-    const acc<T>* rope; // (positions, D/2, 2) cosine and sine
+    const acc<T>* rope; // (positions, D/2, 2) of fill_rope
 };
 
 // ---- qknorm_rope_kv: each q and k head of a token is RMS-normalised. Then RoPE rotates its planes (i, i + D/2) by the
-// angles of fill_rope (Su et al., "RoFormer", 2021). The rotated k, and v as it is, go to the cache.
+// angles of fill_rope (Su et al., "RoFormer", 2021). The rotated k, and v as it is, go to the cache by store_kv.
+//      q (N,HD), cache <- qkv (N,(H+2K)D)
 template <class T>
-void qknorm_rope_kv(T* q,                       // (N,HD) out
-                    const LayerCache<T>& cache, // out
-                    const T* qkv,               // (N,(H+2K)D)
-                    const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+void qknorm_rope_kv(T* q, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms, const Batch& b,
+                    const HeadShape& shape) {
     const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(static) if (b.N > 4)
     for (int n = 0; n < b.N; n++) {
@@ -389,11 +325,10 @@ void qknorm_rope_kv(T* q,                       // (N,HD) out
 
 // ---- attention: out[n][h] = sum_m p_m v_m, p = softmax(q[n][h] . k_m / sqrt(D)) over the positions m = 0..pos[n] of
 // n's sequence; query head h reads key/value head h / G.      (Vaswani et al., "Attention is all you need", 2017)
+// lse[n][h] = log sum_m e^(q . k_m / sqrt(D)), which the backward pass needs. It may be null.
+//      out (N,HD), lse (N,H) <- q (N,HD), cache
 template <class T>
-void attention(T* out,     // (N,HD) out
-               acc<T>* lse, // (N,H) out: log sum_m e^(q . k_m / sqrt(D)), which backward needs; null: not wanted
-               const T* q,  // (N,HD)
-               const LayerCache<T>& cache, const Batch& b, const HeadShape& shape) {
+void attention(T* out, acc<T>* lse, const T* q, const LayerCache<T>& cache, const Batch& b, const HeadShape& shape) {
     const int H = shape.H, K = shape.K, D = shape.D;
     #pragma omp parallel for schedule(dynamic)
     for (int n = 0; n < b.N; n++) {
@@ -402,7 +337,7 @@ void attention(T* out,     // (N,HD) out
         std::vector<acc<T>> p(length), mix(D); // p[m]: the score of key m, then e^(score - top); mix: sum_m p[m] v_m
         for (int h = 0; h < H; h++) {
             const T* query = q + ((size_t)n * H + h) * D;
-            auto row_of = [&](const T* rows, int m) { // the D numbers of position m (model/kv_cache.h)
+            auto row_of = [&](const T* rows, int m) { // the key or value (D) of position m; row[i] reads a number
                 return KVRow<T>(rows, b.fp8, pages[m / PAGE], h / (H / K), m % PAGE, K, D);
             };
             acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
@@ -426,14 +361,11 @@ void attention(T* out,     // (N,HD) out
     }
 }
 
-// ---- attend: from qkv to the input of o: qknorm_rope_kv, then attention
+// ---- attend: qknorm_rope_kv, then attention; `out` is the input of o
+//      out (N,HD), lse (N,H) or null, q (N,HD), cache <- qkv (N,(H+2K)D)
 template <class T>
-void attend(T* out,                     // (N,HD) out
-            acc<T>* lse,                // (N,H) out, or null
-            T* q,                       // (N,HD) out: q after norm and RoPE
-            const LayerCache<T>& cache, // in and out
-            const T* qkv,               // (N,(H+2K)D)
-            const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+void attend(T* out, acc<T>* lse, T* q, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms,
+            const Batch& b, const HeadShape& shape) {
     qknorm_rope_kv(q, cache, qkv, norms, b, shape);
     attention(out, lse, q, cache, b, shape);
 }
@@ -452,11 +384,9 @@ template <class T> struct Routed {
 
 // ---- route: p[n] = softmax(W x[n]); n's experts are the k of the largest p (of equal ones the first); share = p, or p
 // divided by the sum of the k.
+//      out <- x (N,C), W (E,C)
 template <class T>
-void route(const Routed<T>& out,
-           const T* x,         // (N,C)
-           const Linear<T>& W, // (E,C)
-           const Batch& b, int k, bool normed) {
+void route(const Routed<T>& out, const T* x, const Linear<T>& W, const Batch& b, int k, bool normed) {
     const int E = W.out();
     product(W, x, b.N, [&](int n, int e, acc<T> y) { out.p[(size_t)n * E + e] = y; });
     #pragma omp parallel for schedule(static)
@@ -500,14 +430,10 @@ template <class T> struct PairsProduct {
 
 // ---- expert_mlp: out[n] = residual[n] + sum_j share[n][j] down_e(swiglu(gate_up_e(x[n]))), e = expert[n][j]. Rows of
 // gate_up and hidden are in the order of `pair`, so an expert's are adjacent. A token's sum has the order of its
-// experts' numbers, whatever else is in the batch; out may be residual.
+// experts' numbers, whatever else is in the batch. `rows` is scratch, the x of one expert. out may be residual.
+//      out (N,C), gate_up (N k, 2M), hidden (N k, M), rows (N,C) <- residual (N,C), x (N,C), to
 template <class T>
-void expert_mlp(acc<T>* out,            // (N,C) out
-                T* gate_up,             // (N k, 2M) out
-                T* hidden,              // (N k, M) out
-                T* rows,                // (N,C) scratch: the x of one expert
-                const acc<T>* residual, // (N,C)
-                const T* x,             // (N,C)
+void expert_mlp(acc<T>* out, T* gate_up, T* hidden, T* rows, const acc<T>* residual, const T* x,
                 const std::vector<Expert<T>>& experts, const Routed<T>& to, int N, int k) {
     const size_t C = experts[0].gate_up.in, M = experts[0].down.in;
     if (out != residual) std::copy_n(residual, N * C, out);
@@ -538,7 +464,7 @@ struct Config {
     int sparse_step = 1;         // the last of so many layers has experts, the others one MLP of F
     std::vector<int> dense_layers = {}; // these have one MLP, too
     HeadShape heads() const { return {H, K, D, eps}; }
-    bool sparse(int l) const {
+    bool sparse(int l) const { // layer l has experts
         return E > 0 && (l + 1) % sparse_step == 0 && !std::count(dense_layers.begin(), dense_layers.end(), l);
     }
     int width() const { // numbers of a token in the MLPs, at most
@@ -567,33 +493,23 @@ template <class T> struct Weights {
     std::vector<std::shared_ptr<void>> converted; // memory of the tensors that are not used in the mapped file
     Arena gpu;                   // after `upload`: all weights, in the GPU's memory
 
-    // Reads a checkpoint (model/weights.cpp); its tensors are used in place, or converted to T. made: every matrix
-    // becomes INT8; or those of the layers become FP8. packed: a quantised matrix keeps its format if Linear has it,
-    // else it becomes INT8. (On a GPU BLOCKS become INT8 too: see blocks_to_int8.)
-    explicit Weights(const ModelFile& file, Format made = Format::PLAIN, bool packed = false);
-    Weights() = default; // for lab/decode, which fills it
-    // Copies all to the GPU, the blocks of a Linear one after another, and changes every pointer.
-    void upload(Context& ctx, const ModelFile& file);
+    Weights() = default;
+    explicit Weights(const ModelFile& file, Format made = Format::PLAIN, bool packed = false); // model/weights.cpp
+    void upload(Context& ctx, const ModelFile& file); // to the GPU (model/upload.cu): every pointer changes
 };
-template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file); // model/upload.cu
+template <> void Weights<bf16>::upload(Context& ctx, const ModelFile& file);
 
 // The arrays between forward ops, for up to N tokens. In inference all layers share one set. In training a layer has
 // its own copy of the arrays that the backward pass reads and does not compute again: see model/plans.cpp.
 template <class T> struct Activations {
     struct PerLayer {
-        acc<T>* in;    // (N,C) residual stream at the layer's entry
-        T* norm1;      // (N,C)
-        T* qkv;        // (N,(H+2K)D)
-        T* q;          // (N,HD)
-        T* attention;  // (N,HD)
-        acc<T>* lse = nullptr; // (N,H) of attention, for training
-        acc<T>* mid;   // (N,C) residual stream between attention and MLP
-        T* norm2;      // (N,C)
-        T* gate_up;    // (N,2F); of experts (N k, 2M)
-        T* hidden;     // (N,F); of experts (N k, M)
-        acc<T>* out;   // (N,C) residual stream at its exit
+        acc<T> *in, *mid, *out; // (N,C) residual stream: at the entry, between attention and MLP, at the exit
+        T *norm1, *norm2;       // (N,C)
+        T *qkv, *q, *attention; // (N,(H+2K)D), (N,HD), (N,HD)
+        acc<T>* lse = nullptr;  // (N,H) of attention, for training
+        T *gate_up, *hidden;    // (N,2F), (N,F); of experts (N k, 2M), (N k, M)
         Routed<T> routed = {};
-        T* rows = nullptr;     // (N,C) scratch of expert_mlp; on a GPU see expert_scratch
+        T* rows = nullptr;      // (N,C) scratch of expert_mlp; on a GPU see expert_scratch
     };
     std::vector<PerLayer> layer;
     T* normed; // (N,C) after the final norm
@@ -613,19 +529,13 @@ template <class T> struct KVCache {
     void plan(Arena& arena, const Config& c, size_t pages, bool one_layer = false, bool fp8 = false);
     static size_t block_bytes(const Config& c, bool fp8); // of a page and head
     static size_t bytes(const Config& c, size_t pages, bool fp8 = false);
-    Batch of(Batch b) const { return b.fp8 = fp8, b; } // the batch with this cache's format
+    Batch of(Batch b) const { return b.fp8 = fp8, b; } // b, with the format of this cache
     LayerCache<T> layer(int l) const { return {keys + l * layer_size, values + l * layer_size}; }
 };
 
 // RUN(op, ...) calls the fastest version of an op that the context allows: op_gpu, op_cpu or op. The function around it
 // is a template on T and has a variable `ctx`. cpu/ops.h and model/gpu_ops.h declare op_cpu and op_gpu; the compiler
-// finds them by the type of `ctx` (argument-dependent lookup).
-#if defined(QWEN3_PLAIN) || defined(QWEN3_PORTABLE)
-template <class T> constexpr bool HAS_CPU = false;
-#else
-template <class T> constexpr bool HAS_CPU = true;
-#endif
-template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
+// finds them by the type of `ctx` (argument-dependent lookup). HAS_GPU and HAS_CPU are in model/instances.h.
 #define RUN(op, ...) do { \
         if constexpr (HAS_GPU<T>) if (ctx.gpu) { op##_gpu(ctx, __VA_ARGS__); break; } \
         if constexpr (HAS_CPU<T>) if (!ctx.plain) { op##_cpu(ctx, __VA_ARGS__); break; } \
@@ -704,52 +614,44 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
 // ============================================================================================ 6 Backward ops, AdamW
 // A gradient is the derivative of the loss with respect to an array; the gradient of x is named dx. A backward op
 // computes the gradients of its op's inputs from the gradient of its output. Its heading repeats the forward op; the
-// lines below it are the gradients. Gradients of activations are written, as T. The gradient of the residual stream is
-// one array of acc<T>, to which each branch adds. Gradients of parameters are acc<T>, to which each op adds, token by
-// token in order: on a CPU their bits do not depend on how a step is cut into batches (but for a tied embedding, to
-// which the head and embed add in turn). Values that forward did not keep are computed again.
+// lines below it are the gradients, then the shapes, where += marks an array to which the op adds. Gradients of
+// activations are written, as T. The gradient of the residual stream is one array of acc<T>, to which each branch adds.
+// Gradients of parameters are acc<T>, to which each op adds, token by token in order: on a CPU their bits do not depend
+// on how a step is cut into batches (but for a tied embedding, to which the head and embed add in turn). Values that
+// forward did not keep are computed again.
 
 // ---- cross_entropy: loss[r] = log(sum_v e^logits[r][v]) - logits[r][target[r]]
 // dlogits[r][v] = scale (softmax(logits[r])[v] - [v = target[r]]). The sum is over all V rows, as in Hugging Face's,
-// those past the tokenizer's ids included. dlogits is in the memory of logits: row r begins where row r of logits
-// began.
+// those past the tokenizer's ids included. dlogits overwrites logits: row r of both begins at the same byte, so rows
+// of dlogits are V * sizeof(acc<T>) bytes apart. dlogits null: no gradient.
+//      loss (R), dlogits <- logits (R,V), target (R)
 template <class T>
-void cross_entropy(acc<T>* loss,      // (R) out
-                   T* dlogits,        // the memory of logits; null: no gradient
-                   acc<T>* logits,    // (R,V) in; become dlogits
-                   const int* target, // (R)
-                   acc<T> scale, int R, int V) {
+void cross_entropy(acc<T>* loss, T* dlogits, acc<T>* logits, const int* target, acc<T> scale, int R, int V) {
     for (int r = 0; r < R; r++) {
         const acc<T>* row = logits + (size_t)r * V;
         acc<T> top = -std::numeric_limits<acc<T>>::infinity(), sum = 0;
         for (int v = 0; v < V; v++) top = std::max(top, row[v]);
         for (int v = 0; v < V; v++) sum += std::exp(row[v] - top);
         loss[r] = std::log(sum) + top - row[target[r]];
-        for (int v = 0; v < V && dlogits; v++) { // sizeof(T) <= sizeof(acc<T>): overwrites only logits already read
+        for (int v = 0; v < V && dlogits; v++) { // T is no longer than acc<T>: this overwrites logits already read
             const T d = to_stored<T>((std::exp(row[v] - top) / sum - (v == target[r])) * scale);
             memcpy((uint8_t*)(logits + (size_t)r * V) + v * sizeof(T), &d, sizeof(T));
         }
     }
 }
 
-// R rows of a batch and their targets. The trained loss is the sum of by[r] scale loss[r].
+// R rows of a batch and their targets, the ids that follow them. The trained loss is sum_r by[r] scale loss[r].
 template <class A> struct LossRows {
-    const int *rows, *target; // (R)
+    const int *rows, *target; // (R), rows: distinct
     A scale;
     const A* by;              // (R), or null: 1
     int R;
 };
-// ---- head_loss: logits[r] = W x[rows[r]], then cross_entropy. factor[r] dlogits[r] is the gradient of by[r] scale
-// loss[r] with respect to logits[r]. The factor is separate since a GPU knows a row's softmax sum only after it has
-// written the row.
+// ---- head_loss: head, then cross_entropy. factor[r] dlogits[r] is the gradient of by[r] scale loss[r] with respect to
+// logits[r]. (A GPU writes a row before it knows the sum of its exponentials: its factor has 1 / sum. Here it is by.)
+//      loss (R), dlogits, factor (R), logits (R,V), picked (R,C), scratch of head_loss_gpu <- x (N,C)
 template <class T>
-void head_loss(acc<T>* loss,   // (R) out
-               T* dlogits,     // out, or null: as cross_entropy's
-               acc<T>* factor, // (R) out
-               acc<T>* logits, // (R,V) out; become dlogits
-               T* picked,      // (R,C) out: rows of x
-               acc<T>*,        // (R, V / 64 rounded up + 1, 2) scratch of head_loss_gpu
-               const T* x,     // (N,C) after the final norm
+void head_loss(acc<T>* loss, T* dlogits, acc<T>* factor, acc<T>* logits, T* picked, acc<T>*, const T* x,
                const LossRows<acc<T>>& of, const Linear<T>& W) {
     head(logits, picked, x, of.rows, W, of.R);
     cross_entropy(loss, dlogits, logits, of.target, of.scale, of.R, W.out());
@@ -761,45 +663,35 @@ template <class A> void add_losses(double* total, const A* loss, int R) {
     for (int r = 0; r < R; r++) *total += (double)loss[r];
 }
 
-// ---- scale_rows: x[r] *= by[r], the first n numbers of each row
-template <class T>
-void scale_rows(T* x,             // (R, ld) in and out
-                size_t ld,        // numbers from one row to the next
-                const acc<T>* by, // (R)
-                int R, int n) {
+// ---- scale_rows: x[r][i] *= by[r], i < n. (ld, here and below: numbers from one row to the next.)
+//      x (R, ld) <- by (R)
+template <class T> void scale_rows(T* x, size_t ld, const acc<T>* by, int R, int n) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < R; r++)
         for (int i = 0; i < n; i++) x[r * ld + i] = to_stored<T>(to_acc(x[r * ld + i]) * by[r]);
 }
 
-// ---- head: logits[r] = W normed[rows[r]]
-// dnormed[rows[r]] = factor[r] W^T dlogits[r]. Other rows of dnormed are not touched.
+// ---- head: logits[r] = W x[rows[r]]
+// dx[rows[r]] = factor[r] W^T dlogits[r]. Other rows of dx are not touched.
+//      dx (N,C) <- dlogits (R, ld), factor (R), rows (R) distinct
 template <class T>
-void head_backward(T* dnormed,           // (N,C) out
-                   const T* dlogits,     // (R, ld), V numbers of each row
-                   size_t ld,            // numbers from one row to the next
-                   const acc<T>* factor, // (R) see head_loss
-                   const int* rows,      // (R) distinct
-                   const Linear<T>& W, int R) {
+void head_backward(T* dx, const T* dlogits, size_t ld, const acc<T>* factor, const int* rows, const Linear<T>& W,
+                   int R) {
     for (int r = 0; r < R; r++)
         for (int i = 0; i < W.in; i++) {
             acc<T> sum = 0;
             for (int v = 0; v < W.out(); v++) sum += to_acc(dlogits[r * ld + v]) * W.at(v, i);
-            dnormed[(size_t)rows[r] * W.in + i] = to_stored<T>(sum * factor[r]);
+            dx[(size_t)rows[r] * W.in + i] = to_stored<T>(sum * factor[r]);
         }
 }
 
 // ---- rmsnorm: out = x r w with r = 1 / sqrt(mean(x^2) + eps)
 // dx += r w dout - x r^3 / C sum_j x_j w_j dout_j,  dw += x r dout
+// Also rounded = dx after the addition, as T, for the products before this norm; out = forward's, computed again.
+//      dx (N,C) +=, rounded (N,C), out (N,C) or null, dw (C) += or null <- dout (N,C), x (N,C), w (C)
 template <class T>
-void rmsnorm_backward(acc<T>* dx,      // (N,C) +=
-                      T* dy,           // (N,C) out: dx after the addition, rounded to T; or null
-                      T* normed,       // (N,C) out: forward's `out`, computed again; or null
-                      acc<T>* dw,      // (C) +=, or null
-                      const T* dout,   // (N,C)
-                      const acc<T>* x, // (N,C)
-                      const T* w,      // (C)
-                      int N, int C, float eps) {
+void rmsnorm_backward(acc<T>* dx, T* rounded, T* out, acc<T>* dw, const T* dout, const acc<T>* x, const T* w, int N,
+                      int C, float eps) {
     for (int n = 0; n < N; n++) {
         const size_t at = (size_t)n * C;
         const acc<T> r = rms_factor(x + at, C, eps);
@@ -807,27 +699,24 @@ void rmsnorm_backward(acc<T>* dx,      // (N,C) +=
         for (int i = 0; i < C; i++) sum += x[at + i] * to_acc(w[i]) * to_acc(dout[at + i]);
         for (int i = 0; i < C; i++) {
             const acc<T> weight = to_acc(w[i]), d = to_acc(dout[at + i]);
-            if (normed) normed[at + i] = to_stored<T>(x[at + i] * r * weight);
+            if (out) out[at + i] = to_stored<T>(x[at + i] * r * weight);
             if (dw) dw[i] += d * x[at + i] * r;
             dx[at + i] += r * weight * d - x[at + i] * (sum * r * r * r / C);
-            if (dy) dy[at + i] = to_stored<T>(dx[at + i]);
+            if (rounded) rounded[at + i] = to_stored<T>(dx[at + i]);
         }
     }
 }
 
 // ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T (the sum is the adapter's)
-// dx = dy W + sum_j drop_j(dh_j A_j),  dh_j = dy (s B_j),  dB_j += s dy^T h_j. dW and dA have ops of their own, below.
-template <class T>
-void linear_backward_input(T* dx,       // (N, W.in) out
-                           T* dh,       // (N, m * rank) out
-                           acc<T>* dB,  // (W.out, m * rank) +=; only the rows of a module's block change
-                           const T* dy, // (N, W.out)
-                           const Linear<T>& W, int N) {
+// dx = dy W + sum_j drop_j(dh_j A_j),  dh_j = dy (s B_j),  dB_j += s dy^T h_j, in the rows of module j's block only.
+// dW and dA have ops of their own, below. Adapter::B holds s B_j, but dB is the gradient of B_j itself.
+//      dx (N, W.in), dh (N, width), dB (W.out, width) += <- dy (N, W.out)
+template <class T> void linear_backward_input(T* dx, T* dh, acc<T>* dB, const T* dy, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const size_t in = W.in, out = W.out(), width = a.width();
     #pragma omp parallel for schedule(static)
     for (int n = 0; n < N; n++) {
-        for (size_t i = 0; i < width; i++) { // (B is zero where a row and a module do not belong together)
+        for (size_t i = 0; i < width; i++) {
             acc<T> sum = 0;
             for (size_t r = 0; r < out; r++) sum += to_acc(dy[n * out + r]) * to_acc(a.B[r * width + i]);
             dh[n * width + i] = to_stored<T>(sum);
@@ -853,12 +742,8 @@ void linear_backward_input(T* dx,       // (N, W.in) out
 }
 
 // ---- linear_backward_weight: dW += dy^T x
-template <class T>
-void linear_backward_weight(acc<T>* dW,  // (out,in) +=
-                            const T* dy, // (N, ld), `out` of each row
-                            size_t ld,
-                            const T* x,  // (N,in)
-                            int N, int out, int in) {
+//      dW (out,in) += <- dy (N, ld), x (N,in)
+template <class T> void linear_backward_weight(acc<T>* dW, const T* dy, size_t ld, const T* x, int N, int out, int in) {
     #pragma omp parallel for schedule(static)
     for (int r = 0; r < out; r++)
         for (int i = 0; i < in; i++)
@@ -867,11 +752,8 @@ void linear_backward_weight(acc<T>* dW,  // (out,in) +=
 }
 
 // ---- lora_backward_weight: dA_j += dh_j^T drop_j(x), after linear_backward_input has computed dh
-template <class T>
-void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
-                          const T* dh, // (N, m * rank)
-                          const T* x,  // (N, W.in)
-                          const Linear<T>& W, int N) {
+//      dA (width, W.in) += <- dh (N, width), x (N, W.in)
+template <class T> void lora_backward_weight(acc<T>* dA, const T* dh, const T* x, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const size_t in = W.in, width = a.width();
     for (int j = 0; j < a.modules; j++)
@@ -882,55 +764,44 @@ void lora_backward_weight(acc<T>* dA,  // (m * rank, W.in) +=
 }
 
 // ---- swiglu: out = silu(gate) * up, silu(g) = g sigma(g), sigma(g) = 1 / (1 + e^-g)
-// dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate)
-template <class T>
-void swiglu_backward(T* dgate_up,      // (N,2F) out
-                     T* hidden,        // (N,F) out: forward's `out`, computed again; or null
-                     const T* dhidden, // (N,F)
-                     const T* gate_up, // (N,2F)
-                     int N, int F) {
+// dgate = dout up sigma (1 + g (1 - sigma)),  dup = dout silu(gate). Also out = forward's, computed again.
+//      dgate_up (N,2F), out (N,F) or null <- dout (N,F), gate_up (N,2F)
+template <class T> void swiglu_backward(T* dgate_up, T* out, const T* dout, const T* gate_up, int N, int F) {
     for (int n = 0; n < N; n++)
         for (int f = 0; f < F; f++) {
             const size_t at = (size_t)n * F + f, gate = (size_t)n * 2 * F + f, up = gate + F;
-            const acc<T> g = to_acc(gate_up[gate]), u = to_acc(gate_up[up]), d = to_acc(dhidden[at]);
+            const acc<T> g = to_acc(gate_up[gate]), u = to_acc(gate_up[up]), d = to_acc(dout[at]);
             const acc<T> sigma = 1 / (1 + std::exp(-g));
-            if (hidden) hidden[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
+            if (out) out[at] = to_stored<T>(g / (1 + std::exp(-g)) * u);
             dgate_up[gate] = to_stored<T>(d * u * sigma * (1 + g * (1 - sigma)));
             dgate_up[up] = to_stored<T>(d * g * sigma);
         }
 }
 
-// ---- linear_backward_swiglu: y = swiglu(gate_up) W^T: linear_backward_input, then swiglu_backward
+// ---- linear_backward_swiglu, of y = hidden W^T, hidden = swiglu(gate_up): linear_backward_input, then
+// swiglu_backward. On a GPU dhidden may be null.
+//      dgate_up (N,2F), hidden (N,F) or null, dhidden (N,F), dh (N, width), dB += <- dy (N, W.out), gate_up (N,2F)
 template <class T>
-void linear_backward_swiglu(T* dgate_up,      // (N,2F) out
-                            T* hidden,        // (N,F) out, or null
-                            T* dhidden,       // (N,F) scratch; on a GPU it may be null
-                            T* dh,            // (N, m * rank) out
-                            acc<T>* dB,       // (W.out, m * rank) +=
-                            const T* dy,      // (N, W.out)
-                            const T* gate_up, // (N,2F)
+void linear_backward_swiglu(T* dgate_up, T* hidden, T* dhidden, T* dh, acc<T>* dB, const T* dy, const T* gate_up,
                             const Linear<T>& W, int N) {
     linear_backward_input(dhidden, dh, dB, dy, W, N);
     swiglu_backward(dgate_up, hidden, dhidden, gate_up, N, W.in);
 }
 
 template <class T> struct HeadNormGradients { acc<T> *q, *k; }; // (D) += of the norms' weights, or both null
-template <class T> struct Attended { // attention's q, out and lse
-    const T *q, *out;  // (N,HD)
-    const acc<T>* lse; // (N,H)
-};
+template <class T> struct Attended { const T *q, *out; const acc<T>* lse; }; // attention's: (N,HD), (N,HD), (N,H)
+
 // ---- attention: s[n][m] = q_n . k_m / sqrt(D), p = e^(s - lse), o_n = sum_m p[n][m] v_m over m <= n of n's sequence
 //     dv_m = sum_n p[n][m] do_n                              dp[n][m] = do_n . v_m
 //     ds[n][m] = p[n][m] (dp[n][m] - delta_n)                delta_n = sum_m p[n][m] dp[n][m] = do_n . o_n
 //     dq_n = sum_m ds[n][m] k_m / sqrt(D)                    dk_m = sum_n ds[n][m] q_n / sqrt(D)
 // dv and dk also sum over the G query heads that read the KV head. p is computed again from lse. The batch holds whole
-// sequences, from position 0 on, so a sequence's first row is n - pos[n]. (In the code m is a row of the batch.) The
+// sequences, from position 0 on: m is a row of the batch here, and the first row of n's sequence is n - pos[n]. The
 // cache holds T, not FP8. Spare rows come last; their gradients are zero, because weight gradients sum over all rows.
+//      dqkv (N,(H+2K)D): of q and k after RoPE, and of v; delta (N,H) <- dout (N,HD), of, cache
 template <class T>
-void attention_backward(T* dqkv,       // (N,(H+2K)D) out: gradients of q and k after RoPE, and of v
-                        const T* dout, // (N,HD)
-                        const Attended<T>& of, const LayerCache<T>& cache, const Batch& b, const HeadShape& shape,
-                        acc<T>* delta) { // (N,H) scratch
+void attention_backward(T* dqkv, const T* dout, const Attended<T>& of, const LayerCache<T>& cache, const Batch& b,
+                        const HeadShape& shape, acc<T>* delta) {
     const int H = shape.H, K = shape.K, D = shape.D, G = H / K, width = (H + 2 * K) * D;
     const acc<T> scale = 1 / std::sqrt((acc<T>)D);
     auto dot = [&](const T* u, const T* v) {
@@ -938,45 +809,37 @@ void attention_backward(T* dqkv,       // (N,(H+2K)D) out: gradients of q and k 
         for (int i = 0; i < D; i++) sum += to_acc(u[i]) * to_acc(v[i]);
         return sum;
     };
+    std::vector<acc<T>> sums((size_t)b.N * width); // dqkv before it is rounded
     #pragma omp parallel for schedule(static)
-    for (int kv = 0; kv < K; kv++) {
-        std::vector<acc<T>> dq((size_t)b.N * G * D), dk((size_t)b.N * D), dv((size_t)b.N * D);
+    for (int kv = 0; kv < K; kv++)
         for (int n = 0; n < b.N; n++)
             for (int h = kv * G; h < (kv + 1) * G && b.seq[n] >= 0; h++) {
                 const size_t row = (size_t)n * H + h;
                 const T *query = of.q + row * D, *d = dout + row * D;
-                acc<T>* to = &dq[((size_t)n * G + h % G) * D];
                 delta[row] = dot(d, of.out + row * D);
                 for (int m = n - b.pos[n]; m <= n; m++) { // the rows of n's sequence up to n
                     const size_t at = kv_offset(b.slot[m] / PAGE, kv, b.slot[m] % PAGE, K, D);
                     const acc<T> p = std::exp(dot(query, cache.keys + at) * scale - of.lse[row]);
                     const acc<T> ds = p * (dot(d, cache.values + at) - delta[row]);
+                    acc<T> *dq = &sums[(size_t)n * width + h * D], *dk = &sums[(size_t)m * width + (H + kv) * D];
+                    acc<T>* dv = dk + K * D;
                     for (int i = 0; i < D; i++) {
-                        dv[(size_t)m * D + i] += p * to_acc(d[i]);
-                        dk[(size_t)m * D + i] += ds * to_acc(query[i]) * scale;
-                        to[i] += ds * to_acc(cache.keys[at + i]) * scale;
+                        dv[i] += p * to_acc(d[i]);
+                        dk[i] += ds * to_acc(query[i]) * scale;
+                        dq[i] += ds * to_acc(cache.keys[at + i]) * scale;
                     }
                 }
             }
-        for (int n = 0; n < b.N; n++) {
-            T* row = dqkv + (size_t)n * width;
-            for (int i = 0; i < G * D; i++) row[kv * G * D + i] = to_stored<T>(dq[(size_t)n * G * D + i]);
-            for (int i = 0; i < D; i++) {
-                row[(H + kv) * D + i] = to_stored<T>(dk[(size_t)n * D + i]);
-                row[(H + K + kv) * D + i] = to_stored<T>(dv[(size_t)n * D + i]);
-            }
-        }
-    }
+    for (size_t i = 0; i < sums.size(); i++) dqkv[i] = to_stored<T>(sums[i]);
 }
 
-// ---- qknorm_rope: (a, b) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
-// out = (a cos - b sin, b cos + a sin)
+// ---- qknorm_rope: (u, v) = x r w in the plane (i, i + D/2) of a head, r = 1 / rms(x);
+// out = (u cos - v sin, v cos + u sin)
 // The gradient is rotated by the opposite angle. Then it goes through the norm, as in rmsnorm_backward.
+//      dqkv (N,(H+2K)D) in place: dq and dk become those before norm and RoPE; dnorms += <- qkv (N,(H+2K)D)
 template <class T>
-void qknorm_rope_backward(T* dqkv,      // (N,(H+2K)D) in and out: dq and dk become those before norm and RoPE
-                          const HeadNormGradients<T>& dnorms,
-                          const T* qkv, // (N,(H+2K)D) before norm and RoPE
-                          const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape) {
+void qknorm_rope_backward(T* dqkv, const HeadNormGradients<T>& dnorms, const T* qkv, const HeadNorms<T>& norms,
+                          const Batch& b, const HeadShape& shape) {
     const int H = shape.H, K = shape.K, D = shape.D;
     for (int n = 0; n < b.N; n++)
         for (int h = 0; h < H + K && b.seq[n] >= 0; h++) {
@@ -986,9 +849,9 @@ void qknorm_rope_backward(T* dqkv,      // (N,(H+2K)D) in and out: dq and dk bec
             const acc<T> r = rms_factor(x, D, shape.eps), *angle = norms.rope + (size_t)b.pos[n] * D;
             acc<T> dy[MAX_HEAD], sum = 0; // dy: the gradient of the norm's output
             for (int i = 0; i < D / 2; i++) {
-                const acc<T> u = to_acc(dqkv[at + i]), v = to_acc(dqkv[at + i + D / 2]);
+                const acc<T> du = to_acc(dqkv[at + i]), dv = to_acc(dqkv[at + i + D / 2]);
                 const acc<T> cosine = angle[2 * i], sine = angle[2 * i + 1];
-                dy[i] = u * cosine + v * sine, dy[i + D / 2] = v * cosine - u * sine;
+                dy[i] = du * cosine + dv * sine, dy[i + D / 2] = dv * cosine - du * sine;
             }
             for (int i = 0; i < D; i++) {
                 sum += to_acc(x[i]) * to_acc(w[i]) * dy[i];
@@ -999,25 +862,20 @@ void qknorm_rope_backward(T* dqkv,      // (N,(H+2K)D) in and out: dq and dk bec
         }
 }
 
-// ---- attend: attention_backward, then qknorm_rope_backward. q, keys and values are those of attend.
+// ---- attend: attention_backward, then qknorm_rope_backward
+//      dqkv (N,(H+2K)D), dnorms +=, delta (N,H) <- dout (N,HD), of, cache, qkv (N,(H+2K)D)
 template <class T>
-void attend_backward(T* dqkv,       // (N,(H+2K)D) out
-                     const HeadNormGradients<T>& dnorms,
-                     const T* dout, // (N,HD)
-                     const Attended<T>& of, const LayerCache<T>& cache,
-                     const T* qkv,  // (N,(H+2K)D) before norm and RoPE
-                     const HeadNorms<T>& norms, const Batch& b, const HeadShape& shape,
-                     acc<T>* delta) { // (N,H) scratch
+void attend_backward(T* dqkv, const HeadNormGradients<T>& dnorms, const T* dout, const Attended<T>& of,
+                     const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms, const Batch& b,
+                     const HeadShape& shape, acc<T>* delta) {
     attention_backward(dqkv, dout, of, cache, b, shape, delta);
     qknorm_rope_backward(dqkv, dnorms, qkv, norms, b, shape);
 }
 
 // ---- embed: x[n] = W[token[n]]
 // dW[token[n]] += dx[n]
-template <class A>
-void embed_backward(A* dW,       // (V,C) +=
-                    const A* dx, // (N,C)
-                    const Batch& b, int C) {
+//      dW (V,C) += <- dx (N,C)
+template <class A> void embed_backward(A* dW, const A* dx, const Batch& b, int C) {
     #pragma omp parallel for schedule(static) if ((size_t)b.N * C > 2000)
     for (int i = 0; i < C; i++)
         for (int n = 0; n < b.N; n++)
@@ -1026,12 +884,11 @@ void embed_backward(A* dW,       // (V,C) +=
 
 // ---- route: p = softmax(z), z = W x; share_j = p_e / s for n's j-th expert e, s the sum of its experts' p (or 1)
 // dp_e = (dshare_j - sum_i share_i dshare_i) / s (not normed: dshare_j), 0 for all other experts; all get slope_e, too.
-// dz_e = p_e (dp_e - sum_f p_f dp_f);  dx = dz W is linear_backward_input's
+// dz_e = p_e (dp_e - sum_f p_f dp_f), in spare rows 0. dx = dz W is linear_backward_input's.
+//      dz (N,E) <- dshare (N,k), slope (E) of balance_loss or null, of
 template <class T>
-void route_backward(T* dz,                // (N,E) out; zeros in spare rows
-                    const acc<T>* dshare, // (N,k)
-                    const acc<T>* slope,  // (E) of balance_loss, or null
-                    const Routed<T>& of, int N, int E, int k, bool normed) {
+void route_backward(T* dz, const acc<T>* dshare, const acc<T>* slope, const Routed<T>& of, int N, int E, int k,
+                    bool normed) {
     std::vector<acc<T>> dp(E);
     for (int n = 0; n < N; n++) {
         const acc<T>*p = of.p + (size_t)n * E, *share = of.share + (size_t)n * k, *d = dshare + (size_t)n * k;
@@ -1049,12 +906,9 @@ void route_backward(T* dz,                // (N,E) out; zeros in spare rows
 
 // ---- grad_norm: sqrt(sum_i g[i]^2) of all gradients, in double: squares are summed in pieces of NORM_PIECE numbers,
 // in order; then the pieces are summed in order.
+//      norm (1), partial (ceil(n / NORM_PIECE)) <- g (n)
 inline constexpr size_t NORM_PIECE = 4096;
-template <class A>
-void grad_norm(double* norm,    // (1) out
-               double* partial, // (ceil(n / NORM_PIECE)) scratch
-               const A* g,      // (n)
-               size_t n) {
+template <class A> void grad_norm(double* norm, double* partial, const A* g, size_t n) {
     const size_t pieces = (n + NORM_PIECE - 1) / NORM_PIECE;
     #pragma omp parallel for schedule(static)
     for (size_t p = 0; p < pieces; p++) {
@@ -1069,31 +923,12 @@ void grad_norm(double* norm,    // (1) out
 //     g *= min(1, clip / (norm + 1e-6))                           as clip_grad_norm_
 //     m = beta1 m + (1 - beta1) g                                 v = beta2 v + (1 - beta2) g^2
 //     p = (1 - lr decay) p - lr m' / (sqrt(v') + eps)             m' = m / (1 - beta1^step), v' = v / (1 - beta2^step)
-// If the norm is not finite, nothing changes.
-struct AdamW {
-    float lr = 0, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, decay = 0;
-    float clip = 0;   // 0: off
-    int64_t step = 0; // from 1
-    float copy = 1;   // stored = copy * p: s for an adapter's B, else 1
-};
-template <class A> struct AdamWStep { // constants of one step
-    A beta1, beta2;
-    A root, keep, pace; // sqrt(v) / sqrt(v'); 1 - lr decay; lr m' / m
-    A eps, clip, copy;
-    explicit AdamWStep(const AdamW& a)
-        : beta1(a.beta1), beta2(a.beta2), root((A)std::sqrt(1 - std::pow((double)a.beta2, (double)a.step))),
-          keep((A)(1 - (double)a.lr * a.decay)), pace((A)a.lr / (A)(1 - std::pow((double)a.beta1, (double)a.step))),
-          eps(a.eps), clip(a.clip), copy(a.copy) {}
-    A scale(double norm) const { return (A)(clip > 0 ? std::min(1., clip / (norm + 1e-6)) : 1.); } // of g
-};
+// If the norm is not finite, nothing changes. stored = copy p is read by the products; copy is s for an adapter's B,
+// else 1. AdamWStep (model/adamw.h) has the constants of a step: root = sqrt(1 - beta2^step), keep = 1 - lr decay,
+// pace = lr / (1 - beta1^step), and scale, the factor of g.
+//      stored (n), p, m, v (n) in place <- g (n), norm (1) of all gradients
 template <class T>
-void adamw(T* stored,          // (n) out: copy * p, which the products read
-           acc<T>* p,          // (n) in place
-           acc<T>* m,          // (n) in place
-           acc<T>* v,          // (n) in place
-           const acc<T>* g,    // (n)
-           const double* norm, // (1) of all gradients
-           size_t n, const AdamW& a) {
+void adamw(T* stored, acc<T>* p, acc<T>* m, acc<T>* v, const acc<T>* g, const double* norm, size_t n, const AdamW& a) {
     using A = acc<T>;
     if (!std::isfinite(*norm)) return;
     const AdamWStep<A> s(a);
@@ -1126,17 +961,14 @@ template <class T> struct Gradients {
 
 // The arrays between backward ops, for up to N tokens, which all layers share. Unless noted each holds a gradient.
 template <class T> struct Flow {
-    acc<T>* x;       // (N,C) of the residual stream
-    T* y;            // (N,C) x rounded to T
-    T* normed;       // (N,C) of a norm's output
-    T* qkv;          // (N,(H+2K)D)
-    T* attention;    // (N,HD) of attention's output
-    acc<T>* delta;   // (N,H) scratch of attention_backward
-    T* gate_up;      // (N,2F)
-    T* hidden;       // (N,F); null on a GPU
-    T* h;            // (N, 3 rank) of the h of an adapter
-    acc<T>* logits;  // (head_rows,V) logits, then their gradient; on a GPU the memory holds bf16
-    acc<T>* factor;  // (head_rows) see head_loss
+    acc<T>* x;              // (N,C) of the residual stream
+    T* y;                   // (N,C) x rounded to T
+    T* normed;              // (N,C) of a norm's output
+    T *qkv, *attention;     // (N,(H+2K)D); (N,HD) of attention's output
+    acc<T>* delta;          // (N,H) scratch of attention_backward
+    T *gate_up, *hidden;    // (N,2F), (N,F); hidden is null on a GPU
+    T* h;                   // (N, 3 rank) of the h of an adapter
+    acc<T> *logits, *factor; // (head_rows,V), (head_rows) of head_loss; on a GPU logits holds bf16
     acc<T>* parts;   // scratch of head_loss_gpu
     T* picked;       // (head_rows,C) rows of Activations::normed, not a gradient
     int head_rows;   // rows that go through the head at once
@@ -1149,31 +981,25 @@ template <class T> struct Flow {
     void plan(Arena& arena, const Config& c, int N, int rank, int rows, bool gpu); // model/plans.cpp
 };
 
-// After `forward`: loss[r] of token rows[r] against target[r], the id that follows it. Only these R tokens go through
-// the head, head_rows at a time. If `g` is not null, d.normed and g->head get the gradient of sum_r by[r] scale
-// loss[r].
+// After `forward` of N tokens: loss (R). Only these R tokens go through the head, head_rows at a time. If `g` is not
+// null, d.normed becomes, and g->head gets, the gradient of sum_r by[r] scale loss[r].
 template <class T>
 void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Activations<T>& a, Flow<T>& d,
-                   const Gradients<T>* g,
-                   acc<T>* loss,      // (R) out
-                   const int* rows,   // (R) distinct
-                   const int* target, // (R)
-                   acc<T> scale, int N, int R,
-                   const acc<T>* by = nullptr) { // (R) weights of the losses; null: 1
-    // Numbers from one row of dlogits to the next: rows begin where those of the logits did; on a GPU they are packed.
+                   const Gradients<T>* g, acc<T>* loss, const LossRows<acc<T>>& of, int N) {
+    // Numbers from one row of dlogits to the next: as cross_entropy says; on a GPU V, since it writes no logits.
     const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T));
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);
-    for (int r = 0; r < R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
-        const int n = std::min(d.head_rows, R - r);
-        const LossRows<acc<T>> of = {rows + r, target + r, scale, by ? by + r : nullptr, n};
-        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, of, w.head);
+    for (int r = 0; r < of.R && !(ctx.stop && *ctx.stop); r += d.head_rows) {
+        const int n = std::min(d.head_rows, of.R - r);
+        const LossRows<acc<T>> part = {of.rows + r, of.target + r, of.scale, of.by ? of.by + r : nullptr, n};
+        RUN(head_loss, loss + r, dlogits, d.factor, d.logits, d.picked, d.parts, a.normed, part, w.head);
         if (!g) continue;
         if (g->head) { // the factor goes to the rows of x, which are shorter than those of dlogits
             RUN(scale_rows, d.picked, (size_t)c.C, d.factor, n, c.C);
             RUN(linear_backward_weight, g->head, dlogits, ld, d.picked, n, c.V, c.C);
         }
-        RUN(head_backward, d.normed, dlogits, ld, d.factor, rows + r, w.head, n);
+        RUN(head_backward, d.normed, dlogits, ld, d.factor, part.rows, w.head, n);
     }
 }
 
@@ -1254,8 +1080,8 @@ void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<
 }
 
 // From d.normed (loss_backward) to the gradient of every parameter: `forward` in reverse order. The batch holds whole
-// sequences. A training step (train/step.cpp) is forward, loss_backward and backward for each batch, then grad_norm and
-// adamw.
+// sequences. In a layer s has the activations, d the gradients that flow, grads those of the parameters. A step of
+// training (train/step.cpp) is forward, loss_backward and backward for each batch, then grad_norm and adamw.
 template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
@@ -1279,7 +1105,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         const HeadNorms<T> norms = layer.norms(rope);
         if (a.recompute) layer_forward(ctx, c, layer, b, s, cache, rope);
         if (layer.experts.empty()) {
-            // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T
+            // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T. s.hidden and s.norm2 are
+            // computed again (`ample` kept hidden), before the weight gradients that read them.
             RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y,
                 s.gate_up, layer.down, N);
             weight_gradients(grads.down, d.y, s.hidden, layer.down);
@@ -1328,6 +1155,7 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
+#include <climits>
 #ifdef __CUDACC__
 
 // ========================================================================================================== 8 Toolbox

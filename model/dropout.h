@@ -27,6 +27,11 @@ BOTH inline uint32_t dropout_mask(const Dropout& d, uint32_t token, uint32_t mod
     return dropout_mask(d, PhiloxKeys(d.seed), token, module, k8);
 }
 
+// Whether column i of row n is kept for a module.
+inline bool dropout_keeps(const Dropout& d, int n, int module, int i) {
+    return dropout_mask(d, d.token[n], (uint32_t)module, (uint32_t)i / 8) >> (i % 8) & 1;
+}
+
 // Noise on the embeddings of one training step. A number is a function of (seed, step, token, channel); `token` numbers
 // the tokens as in Dropout.
 struct Noise {
@@ -42,6 +47,15 @@ BOTH inline FourNumbers noise_numbers(const PhiloxKeys& keys, uint32_t step, uin
     FourNumbers four;
     for (int i = 0; i < 4; i++) four.v[i] = (float)(r.v[i] >> 8) * (1.f / 8388608) - 1; // 2^23
     return four;
+}
+// ---- add_noise, a training op of Book I: x[n] += bound[n] u, u uniform in [-1, 1)^C (NEFTune; Jain et al., 2023)
+//      x (N,C) +=
+template <class A> void add_noise(A* x, const Noise& noise, int N, int C) {
+    const PhiloxKeys keys(noise.seed);
+    #pragma omp parallel for schedule(static) if (N > 4)
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < C; i++)
+            x[(size_t)n * C + i] += noise.bound[n] * noise_numbers(keys, noise.step, noise.token[n], i / 4).v[i % 4];
 }
 
 // Stored masks of a Linear's x, one for each module of its adapter: two words for 64 columns, bit i % 32 of word i / 32

@@ -19,6 +19,22 @@ float block_number(Dtype type, const uint8_t* row, size_t i);
 size_t block_row_bytes(Dtype type, size_t in);
 const char* block_name(Dtype type); // "q4_k"
 
+// The part of a Linear that depends on the format. A Linear has up to three blocks of rows, of one format.
+struct StoredRows {
+    Format format = Format::PLAIN;
+    const int8_t* q[3] = {};           // (rows, row_bytes) of each block; null: PLAIN
+    const void* scale[3] = {};         // but for BLOCKS: (rows / group_rows, groups)
+    const uint8_t* zero[3] = {};       // INT4: (rows, groups) zero points, or null: all are 8
+    Dtype type[3] = {};                // BLOCKS: the type of each block
+    int group = GROUP, group_rows = 1; // columns and rows that share a scale
+    int in = 0;                        // columns of W
+    int groups() const { return (in + group - 1) / group; }
+    size_t row_bytes(int b = 0) const { // bytes of a row of q[b]; only in BLOCKS they depend on b
+        if (format == Format::BLOCKS) return block_row_bytes(type[b], (size_t)in);
+        return format == Format::INT4 ? ((size_t)in + 63) / 64 * 32 : (size_t)in;
+    }
+};
+
 // W[r][i] as A, of row r of block b of a Linear that is not PLAIN.
 template <class A, class Linear> A packed_number(const Linear& W, int b, int r, int i) {
     const size_t g = (size_t)(r / W.group_rows) * W.groups() + i / W.group;

@@ -2,10 +2,20 @@
 //   #define INSTANTIATE(T) template void forward(Context&, const Weights<T>&, ...);
 //   QWEN3_INSTANCES(INSTANTIATE)
 #pragma once
+#include "base/arena.h"
+#include "model/bf16.h"
 #ifdef QWEN3_DOUBLE // of tests
 #define QWEN3_INSTANCES(X) X(double)
 #else
 #define QWEN3_INSTANCES(X) X(bf16) X(float)
+#endif
+
+// Versions of ops that this build has for T: see RUN (qwen3.cu, 4).
+template <class T> constexpr bool HAS_GPU = WITH_GPU && std::is_same_v<T, bf16>;
+#if defined(QWEN3_PLAIN) || defined(QWEN3_PORTABLE)
+template <class T> constexpr bool HAS_CPU = false;
+#else
+template <class T> constexpr bool HAS_CPU = true;
 #endif
 
 // Functions of Book I (qwen3.cu) that are templates on T.
@@ -22,8 +32,7 @@
     BOOK_I_INSTANCE void forward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, \
                                  KVCache<T>&, const acc<T>*); \
     BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
-                                       const Gradients<T>*, acc<T>*, const int*, const int*, acc<T>, int, int, \
-                                       const acc<T>*); \
+                                       const Gradients<T>*, acc<T>*, const LossRows<acc<T>>&, int); \
     BOOK_I_INSTANCE double balance_loss(acc<T>*, const Config&, const Activations<T>&, const Batch&, double); \
     BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
                                   const Gradients<T>&, KVCache<T>&, const acc<T>*);

@@ -207,6 +207,9 @@ template <class T> const char* type_name(const Weights<T>& w) {
     }
 }
 
+// Reads a checkpoint. Its tensors are used in place, or converted to T. made: every matrix becomes INT8; or those of the
+// layers become FP8. packed: a quantised matrix keeps its format if Linear has it, else it becomes INT8. (On a GPU BLOCKS
+// become INT8 too: see blocks_to_int8.)
 template <class T> Weights<T>::Weights(const ModelFile& file, Format made, bool packed) {
     WeightLoader<T> loader{*this, file};
     layers.resize(file.config.L);

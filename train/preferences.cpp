@@ -182,8 +182,9 @@ double Trainer<T>::preferences_backward(const Dataset& from, const size_t* list,
     const std::vector<double> by = preference_slopes(from, list, log_probabilities(b, R), sum);
     for (size_t s = 0; to && s < by.size(); s++) { // cross entropy is the negative log-probability
         const int first = s ? ends[s - 1] : 0;
-        loss_backward(ctx, c, w, a, d, to, loss + first, loader.named + first, loader.target + first,
-                      (A)((double)scale * -by[s]), s ? 0 : b.N, ends[s] - first);
+        const LossRows<A> answer = {loader.named + first, loader.target + first, (A)((double)scale * -by[s]), nullptr,
+                                    ends[s] - first};
+        loss_backward(ctx, c, w, a, d, to, loss + first, answer, s ? 0 : b.N);
         // (The first call clears all of d.normed; N = 0 clears nothing of it.)
     }
     return sum;

@@ -152,7 +152,7 @@ double Trainer<T>::answers_backward(const Batch& b, int R, size_t first, double 
         }
     }
     copy_in(ctx, by, scale.data(), scale.size());
-    loss_backward(ctx, c, w, a, d, &params.g, loss, loader.named, loader.target, (A)1, b.N, R, by);
+    loss_backward<T>(ctx, c, w, a, d, &params.g, loss, {loader.named, loader.target, 1, by, R}, b.N);
     return sum;
 }
 

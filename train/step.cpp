@@ -73,7 +73,7 @@ void Trainer<T>::each_batch(const From& from, const std::vector<size_t>& list, c
 
 template <class T> std::vector<acc<T>> Trainer<T>::losses_of(const Batch& b, int R) {
     std::vector<A> losses(R);
-    loss_backward<T>(ctx, c, w, a, d, nullptr, loss, loader.named, loader.target, 0, b.N, R);
+    loss_backward<T>(ctx, c, w, a, d, nullptr, loss, {loader.named, loader.target, 0, nullptr, R}, b.N);
     copy_out(ctx, losses.data(), loss, losses.size());
     return losses;
 }
@@ -89,7 +89,7 @@ void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, 
         if (o.preference) sum += preferences_backward(from, &list[first], b, R, to, scale);
         else if (distils(from)) distil_backward(b, R, to, scale, o.distil);
         else {
-            loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
+            loss_backward<T>(ctx, c, w, a, d, to, loss, {loader.named, loader.target, scale, nullptr, R}, b.N);
             RUN(add_losses, results, loss, R);
             if (to && c.balance > 0) // weighted by the batch's part of the step's trained tokens
                 *results += (double)c.balance * R * balance_loss(d.slope, c, a, b, (double)c.balance * R / (double)all);

@@ -554,7 +554,7 @@ struct Training {
         AdamW optimizer;
         optimizer.step = 1, optimizer.clip = 1, optimizer.lr = 1e-5f;
         auto forwards = [&] { forward(ctx, c, w, batch, a, kv, rope); };
-        auto losses = [&] { loss_backward(ctx, c, w, a, d, &g, loss, rows, token, 1.f / N, N, N); };
+        auto losses = [&] { loss_backward<bf16>(ctx, c, w, a, d, &g, loss, {rows, token, 1.f / N, nullptr, N}, N); };
         auto backwards = [&] { backward(ctx, c, w, batch, a, d, g, kv, rope); };
         auto optimize = [&] {
             grad_norm_gpu(ctx, norm, pieces, gradients, parameters);

@@ -846,7 +846,7 @@ template <class T> struct Harness {
             ctx.plain = plain;
             std::vector<A> each(rows.size());
             forward(ctx, c, w, b, a, kv, rope);
-            loss_backward(ctx, c, w, a, d, &g, each.data(), rows.data(), target.data(), (A)(1 / total), n, (int)rows.size());
+            loss_backward<T>(ctx, c, w, a, d, &g, each.data(), {rows.data(), target.data(), (A)(1 / total), nullptr, (int)rows.size()}, n);
             loss.insert(loss.end(), each.begin(), each.end());
             backward(ctx, c, w, b, a, d, g, kv, rope);
         }
