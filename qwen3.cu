@@ -1148,10 +1148,36 @@ QWEN3_INSTANCES(BOOK_I_INSTANCES) // compiled once, in the object of this file
 #endif
 
 // ###################################################### Book II ######################################################
-// Kernels and launchers; docs/architecture.md lists each op's kernel, the work of a warp, and the bound. Three are
-// elsewhere: those of experts in model/experts.cu, of `sample` in model/sample.cu, of `distillation` in
-// train/distillation.cu, of `adamw8` in train/adamw8.cu. Suites also compile some of the kernels for a CPU and run
-// them there (tests/emulate).
+// Kernels, and launchers: op_gpu launches those of op. The kernels of experts are in model/experts.cu, of `sample` in
+// model/sample.cu, of `distillation` in train/distillation.cu, of `adamw8` in train/adamw8.cu. Suites also compile some
+// kernels for a CPU and run them there (tests/emulate). On a GPU without gpu/'s optional kernels, such as an RTX 4090:
+//
+//       op                             kernel                          a warp owns
+//   9   embed                          embed_kernel                    32 of every 128 channels of a token
+//       add_noise                      add_noise_kernel                128 of every 512 channels of a token
+//       rmsnorm of few tokens          rmsnorm_kernel                  pieces of 128 channels of a token, in turn
+//       rmsnorm of many                rmsnorm_warp_kernel             a token
+//         ... with dropout             rmsnorm_masks_kernel (10)       a token, and its dropout masks
+//       qknorm_rope_kv                 qknorm_rope_kv_kernel           two heads of a token
+//   10  linear, linear_add, mlp,
+//         head of up to 16 tokens      stream_kernel                   steps of 32 of `in`, of all rows of a group
+//         ... of more                  tile_kernel                     16 to 64 tokens by 32 or 64 rows of W
+//       lora_down of over 16 tokens    lora_down_few_kernel            every eighth step of 32 of `in`
+//         ... of many, or with dropout lora_down_kernel                16 tokens by every second or fourth 64 of `in`
+//   11  attention, prompts             attention_kernel                32 query rows (a head of a token each)
+//       attend of one new token        attention_decode_kernel         pages of 16 keys, in turn
+//   12  head before `sample`           stream_kernel, DrawEpilogue     as above
+//   13  head_loss                      tile_kernel, LossEpilogue       64 tokens by 64 rows of W
+//         ... then                     cross_entropy_kernel            32 of every 256 pieces of a row
+//       head_backward,
+//         linear_backward_*            tile_kernel, W_COLS, X_COLS     16 to 64 rows by 32 or 64 columns of the result
+//       lora_backward_weight           lora_weight_kernel              16 columns of A
+//       rmsnorm_backward               rmsnorm_backward_kernel         128 of every 512 channels of a token
+//       attention_backward             attention_backward_kernel       16 keys (dk, dv) or 32 query rows (dq)
+//       qknorm_rope_backward           qknorm_rope_backward_kernel     a head of a token
+//         ... with the norms' weights  head_weight_kernel              a token
+//       embed_backward                 embed_backward_kernel           32 of every 128 channels of an id
+//       grad_norm; adamw               grad_squares_kernel; adamw_kernel   32 of every 256 numbers
 #if defined(__CUDACC__) || defined(QWEN3_EMULATED)
 #define QWEN3_KERNELS
 #endif
@@ -1302,9 +1328,12 @@ __device__ inline void store_four(bf16* to, const float4& y) {
     *(uint2*)to = make_uint2(pack(y.x, y.y), pack(y.z, y.w));
 }
 
-// d += a b with a (16,16), b (16,8), d (16,8) spread over a warp: lane 4g + t holds of d rows g (d[0], d[1]) and
-// g + 8 (d[2], d[3]), columns 2t, 2t + 1; of a rows g (a0, a2) and g + 8 (a1, a3), pairs of columns 2t (a0, a1) and
-// 2t + 8 (a2, a3); of b column g, pairs of rows 2t (b0) and 2t + 8 (b1). PTX ISA: mma.m16n8k16, .bf16
+// d += a b with a (16,16), b (16,8), d (16,8), all spread over a warp. PTX ISA: mma.m16n8k16, .bf16. Lane 4 g + t has
+//              columns 2 t, 2 t + 1   columns 2 t + 8, 2 t + 9                            column g
+//   a  row g          a0                     a2                 b  rows 2 t, 2 t + 1         b0
+//      row g + 8      a1                     a3                    rows 2 t + 8, 2 t + 9     b1
+//   d  row g       d[0], d[1]
+//      row g + 8   d[2], d[3]
 __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                            uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -1316,12 +1345,14 @@ __device__ inline void mma_half(float (&d)[4], uint32_t a0, uint32_t a1, uint32_
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// d += a b for 32 numbers of `in`. Lane 4 g + t holds eight of them, of tokens g (a0), g + 8 (a1) and of row g of W.
+// d += a b for 32 numbers of `in`. Lane 4 g + t holds numbers 8 t .. 8 t + 7 of tokens g (a0), g + 8 (a1) and of row g
+// of W (b). mma takes them for its columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9, twice: a sum may take `in` in any order, if
+// both operands have the same.
 __device__ __forceinline__ void mma_32(float (&d)[4], const uint4& a0, const uint4& a1, const uint4& b) {
     mma(d, a0.x, a1.x, a0.y, a1.y, b.x, b.y);
     mma(d, a0.z, a1.z, a0.w, a1.w, b.z, b.w);
 }
-// x is computed before the following code: a product needed in all lanes does not move behind a divergent branch.
+// Makes the compiler compute x here, in all lanes, and not later, behind a branch that only some lanes take.
 __device__ __forceinline__ void settle(float& x) { asm volatile("" : "+f"(x)); }
 __device__ __forceinline__ void settle(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void settle(const uint8_t*& p) { asm volatile("" : "+l"(p)); }
@@ -1479,10 +1510,11 @@ void add_noise_gpu(Context& ctx, float* x, const Noise& noise, int N, int C) {
 }
 #endif
 
-// ---- rmsnorm of `rows` rows of C, by all warps of a block. put(row, i, four) receives numbers i .. i + 3 of a row,
-// from whole warps, which have 128 neighbours: a group; i may be past the end. The squares are added in pieces of 128
-// numbers, a warp each, and the pieces in order: the bits do not depend on the number of warps. A warp keeps its first
-// pieces in registers. pieces: rows * ceil(C / 128) floats of shared memory. C is a multiple of 8. Ends with a barrier.
+// ---- rmsnorm of `rows` rows of C, by all warps of a block. A row is cut into pieces of 128 numbers, which the warps
+// take in turn; a lane has four neighbours of a piece. The squares of a piece are added by its warp, and the pieces in
+// order: the bits do not depend on the number of warps. A warp keeps its first pieces in registers. All lanes of a warp
+// call put(row, i, four) with their numbers i .. i + 3; i may be past the end. pieces: rows * ceil(C / 128) floats of
+// shared memory. C is a multiple of 8. Ends with a barrier.
 template <class Put>
 __device__ inline void norm_rows(Put put, const float* x, const bf16* w, float* pieces, int rows, int C, float eps) {
     constexpr int KEPT = 2;
@@ -1528,8 +1560,8 @@ struct PlainRows { // C numbers, ld apart; also in shared memory
     }
 };
 #if COMPILED(PART_TEXT)
-// rmsnorm of few tokens. A block a token, 256 to 1,024 threads; a warp owns every so many pieces of 128 channels.
-// Shared memory: the squares of the pieces, C / 128 floats. Bound by memory latency.
+// rmsnorm of few tokens. A block a token, 256 to 1,024 threads; a warp owns pieces of 128 channels, in turn. Shared
+// memory: the sums of their squares, C / 128 floats. Bound by memory latency.
 __global__ void rmsnorm_kernel(bf16* out, const float* x, const bf16* w, int C, float eps) {
     extern __shared__ float pieces[];
     let_next_start();
@@ -1704,23 +1736,26 @@ void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, i
 //                                  is false where n or r is past the end.
 //   four(n, r, y, second)          Sums of token n and rows r .. r + 3 (r % 4 = 0), from one thread; none past the end.
 //
-// Four sums become up to OUTPUTS times four numbers: values(y, second, put) calls put(k, four) for each k, and these
-// four belong at output(k). So hopper_kernel can write whole boxes of them asynchronously. `second` is, with PAIR, the
-// sum of up (y is that of gate), with ADDS the result of old or old_four, else zero.
+// `second` is, with PAIR, the sum of up (y is that of gate), with ADDS the result of old or old_four, else zero.
+// hopper_kernel can store results itself, in boxes, asynchronously. For that an epilogue has OUTPUTS > 0: `values` of
+// four sums calls put(k, four) for each output k, and these four belong at output(k).
 template <class T> struct Output {
     T* at; // or null: not wanted
     size_t ld;
     __device__ T* of(int n, int r) const { return at + n * ld + r; }
 };
 struct Epilogue {
-    static constexpr int OUTPUTS = 0;            // `four` is of `values`; a new `four` needs 0
-    using Four = uint2;                          // ... and they are bf16; with ADDS float4: float
+    // Of the sums:
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread receives the sums of both
-    static constexpr bool ADDS = false;          // the sum is added to a number that the kernel loads early
     static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
-    static constexpr bool MASKS = false;         // `four`'s kernels mask an adapter's sums: model/dropout_kernels.h
-    static constexpr bool PARTS = false;         // ... and compute parts of a softmax: section 13, head_loss
-    static constexpr bool ROUNDS = false;        // ... and leave output 0 as e4m3 too, in `rounded`: hopper_kernel
+    static constexpr bool MASKS = false;         // `four`: dropout masks an adapter's sums (model/dropout_kernels.h)
+    // On the way to the epilogue:
+    static constexpr bool ADDS = false;          // the kernel loads a number early, for `second`
+    static constexpr bool PARTS = false;         // sums become weights and parts of a softmax: section 13, head_loss
+    // Of the results:
+    static constexpr int OUTPUTS = 0;            // 0: `four` alone knows where its results go
+    using Four = uint2;                          // four numbers of an output: bf16; with ADDS float4: float
+    static constexpr bool ROUNDS = false;        // hopper_kernel stores output 0 as e4m3 too, in `rounded`
     static constexpr int MOST_BLOCKS = INT_MAX;  // stream_kernel is launched with no more blocks
 
     // stream_kernel: all threads, once, after wait_for_previous; a barrier follows before any `one`.
@@ -1849,6 +1884,13 @@ struct StreamArgs {
     const bf16* W;       // (out,in), with PAIR (2 out, in)
     int N, in, out;
     int steps = 0;       // of 32 numbers of `in`, a warp: set by launch_stream
+    // The product of N rows of x, or of the N named rows; of rmsnorm(stream).
+    static StreamArgs of(const bf16* x, const bf16* W, int N, int in, int out, const int* rows = nullptr) {
+        return {x, rows, nullptr, nullptr, 0, W, N, in, out};
+    }
+    static StreamArgs of_norm(const float* stream, const bf16* norm, float eps, const bf16* W, int N, int in, int out) {
+        return {nullptr, nullptr, stream, norm, eps, W, N, in, out};
+    }
 };
 
 // A lane's part of a group's rows: LOADS steps.
@@ -2516,11 +2558,12 @@ void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, f
     launch(ctx, rmsnorm_masks_kernel, (N + 7) / 8, 256, 0, out, x, w, eps, p);
 }
 
-// lora_down: h_j = drop_j(x) A_j^T, and the dropout masks, unless they are MADE. Grid: (tokens / 64, groups / GROUPS),
-// 8 or 16 warps. A block walks along `in` in stages of a few panels of 64 numbers (see chunk_address) of x and of A; a
-// warp owns 16 tokens by one of the panels, and masks its x in registers, once for each module. A lane computes half of
-// a token's masks; the bits of a pair of numbers become a mask by one instruction. The panels' sums are added in shared
-// memory. Bound by computing the masks (Philox), without that by memory bandwidth.
+// lora_down: h_j = drop_j(x) A_j^T. It computes the dropout masks; with MADE rmsnorm_masks_kernel has. Grid: (tokens /
+// 64, groups / GROUPS), 8 or 16 warps. A block owns 64 tokens by 32 GROUPS rows of A, and walks along `in` in stages of
+// PANELS panels of 64 numbers (see chunk_address) of x and of A. A warp owns 16 tokens by one panel of each stage, and
+// masks its x in registers, once for each module. A lane computes half of a token's masks; the bits of two numbers
+// become a mask by one instruction. The panels' sums are added in shared memory. Bound by computing the masks
+// (Philox), without that by memory bandwidth.
 template <int GROUPS> struct LoraDownShape {
     static constexpr int TOKENS = 64, PANELS = GROUPS == 1 ? 4 : 2, STAGES = GROUPS == 2 ? 3 : 2;
     static constexpr int THREADS = PANELS * 128;
@@ -2619,8 +2662,9 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 }
 #endif
 
-// ---- The product for any number of tokens. x W^T: an adapter's h and s B are further columns of x and W; for up to 16
-// tokens the epilogue adds them (with exceptions, see there). made: its masks are computed. rounded: x as e4m3, or {}.
+// ---- The product for any number of tokens: x W^T. Up to 16: stream_kernel; the epilogue adds an adapter's h B^T. More
+// tokens, dropout, a wide adapter, or `invariant`: tile_kernel; h and s B are further columns of x and W. made: the
+// dropout masks are computed already. rounded: x as e4m3, or {}.
 void rmsnorm_masks_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, float eps, const LoraArgs& p, int N);
 template <class Epilogue>
 void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf16>& W, int N, bool made = false,
@@ -2630,13 +2674,13 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
     if (N <= STREAM_TOKENS && !ctx.invariant) {
         const auto few = [&](auto e) {
             if (!Optional::few(ctx, e, x, nullptr, W, N).blocks)
-                stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], N, W.in, out}, e);
+                stream_product(ctx, StreamArgs::of(x, W.w[0], N, W.in, out), e);
         };
         if (!a.rank) return few(epilogue);
         if constexpr (Epilogue::ADAPTS)
             if (!a.dropout && (int)a.width() <= MOST_BESIDE) {
-                const StreamArgs down = {x, nullptr, nullptr, nullptr, 0, a.A, N, W.in, (int)a.width()};
-                stream_product(ctx, down, StoreEpilogue<bf16>(a.h, a.width()));
+                const int width = (int)a.width();
+                stream_product(ctx, StreamArgs::of(x, a.A, N, W.in, width), StoreEpilogue<bf16>(a.h, width));
                 return few(BesideAdapter<Epilogue>(epilogue, W));
             }
     }
@@ -2664,7 +2708,7 @@ void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float
         return product_gpu(ctx, epilogue, normed, W, N, made);
     }
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
-    stream_product(ctx, {nullptr, nullptr, stream, norm, eps, W.w[0], N, W.in, out}, epilogue);
+    stream_product(ctx, StreamArgs::of_norm(stream, norm, eps, W.w[0], N, W.in, out), epilogue);
 }
 
 // ---- The products of Book I, launched.
@@ -3052,14 +3096,17 @@ __device__ __forceinline__ float join_splits(const float* parts, int splits, int
 // since a block that needs little shared memory starts beside the previous kernel. For many sequences it is in a ring
 // of two stages in shared memory (RingPage): cp.async fills it with the next page while one is multiplied, and with
 // whole lines, where loads into registers request halves.
-// Keys are operand b without moves: lane 4 g + t has eight numbers of keys g and g + 8, from 8 t on, of every 32. The
-// result is the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; it is operand b of the second product,
-// again without moves: the lane has the values of these four keys, eight numbers from 8 g on of every 64, and makes
-// operands a of pairs of them. Weights are rounded to bf16, as in prompts. The e4m3 numbers of an FP8 cache become half
-// precision in registers, for which GPUs from sm_89 on have an instruction. q and the weights become it too, times
-// powers of two that keep them in its range. The rows' factors go to scores and weights. All are powers of two: sums
-// have the bits that this kernel gives for a bf16 cache of the same numbers, unless a number of q is below 2^-31 of the
-// largest, or a weight below 2^-29 matters.
+//
+// Layouts. No number moves between lanes. First product: keys are operand b; lane 4 g + t has eight numbers of keys g
+// and g + 8, from 8 t on, of every 32. Its result are the scores of head g and of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
+// Second product: their weights, rounded to bf16 as in prompts, are operand b; the lane has the values of the same four
+// keys, eight numbers from 8 g on of every 64, and makes operands a of pairs of them.
+//
+// FP8. The cache's e4m3 numbers become half precision in registers, for which GPUs from sm_89 on have an instruction. q
+// and the weights become it too, times powers of two that keep them in its range. The rows' factors go to scores and
+// weights. All are powers of two: sums have the bits that this kernel gives for a bf16 cache of the same numbers,
+// unless a number of q is below 2^-31 of the largest, or a weight below 2^-29 matters.
+//
 // Grid (blocks of a KV head of a sequence, H / heads, sequences). Bound by reading keys and values; with one short
 // sequence, by latency.
 inline constexpr int DECODE_ROWS = 8; // query heads of a block, at most
@@ -3397,7 +3444,7 @@ __global__ void __launch_bounds__(32 * Page::WARPS, Page::BLOCKS) attention_deco
         return;
     }
     const int* table = b.pages + (size_t)seq * b.max_pages;
-    const auto place = [&](int number) { return number < pages ? table[number] : 0; }; // in the cache
+    const auto place = [&](int number) { return number < pages ? table[number] : 0; }; // of the page in the cache
     Page page((uint8_t*)rings + warp * Page::RING);
     const auto ask_for = [&](int k, int number, int place) { // without the newest token
         const size_t at = FP8 ? fp8_rows(place, kv, p.K, D) : kv_offset(place, kv, 0, p.K, D) * sizeof(bf16);
@@ -3614,7 +3661,7 @@ RowsDealt draw_head_gpu(Context& ctx, float* logits, const Draw* draw, const uin
                         const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
     const DrawEpilogue epilogue = {{}, logits, (size_t)W.out(), draw, seen, best};
     if (const RowsDealt dealt = Optional::few(ctx, epilogue, x, rows, W, R); dealt.blocks) return dealt;
-    return stream_product(ctx, StreamArgs{x, rows, nullptr, nullptr, 0, W.w[0], R, W.in, W.out()}, epilogue);
+    return stream_product(ctx, StreamArgs::of(x, W.w[0], R, W.in, W.out(), rows), epilogue);
 }
 #endif
 
@@ -3702,9 +3749,9 @@ struct LossEpilogue : Epilogue {
 #if COMPILED(PART_LOSS)
 // ---- cross_entropy. A block of 256 threads a row; a thread owns every 256th part. Bound by latency. For each 64
 // logits of the row `parts` has the largest, and the sum of w = e^(logit - from); `weights` (R,V) holds w, or is null;
-// loss[r] is the target's logit on entry. The row's gradient is factor (w, less their sum at the target), so that only
-// one of its weights changes. `from` is zero at first: if w of some row might leave the range of a float, all rows are
-// computed `again`, this one from its largest logit on.
+// loss[r] is the target's logit on entry. The gradient of logit v is factor (w[v] - [v = target] sum w): the target's
+// weight alone changes here, and head_backward multiplies by the factor. `from` is zero at first: if w of some row
+// might leave the range of a float, all rows are computed `again`, this one from its largest logit on.
 __global__ void __launch_bounds__(256) cross_entropy_kernel(float* loss, bf16* weights, float* factor, float* from,
                                                             int* again, const float2* parts, int pieces,
                                                             const int* target, float scale, const float* by, int V,
@@ -3808,9 +3855,9 @@ void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t 
 #endif
 
 #if COMPILED(PART_NORMS_BACKWARD)
-// ---- rmsnorm_backward. A block of 128 threads has a token; or with DW every so many, and adds up its part of dw in
-// shared memory (C floats), where each thread has its own columns, for `partial` (blocks, C). Bound by memory
-// bandwidth.
+// ---- rmsnorm_backward. A block of 128 threads owns a token, a thread four of every 512 channels. With DW a block owns
+// every gridDim.x-th token, and adds up its part of dw in shared memory (C floats), for `partial` (blocks, C). Bound by
+// memory bandwidth.
 inline constexpr int NORM_BLOCKS = 12; // of a multiprocessor, with DW
 template <bool DW>
 __global__ void __launch_bounds__(128, NORM_BLOCKS)
@@ -4156,7 +4203,8 @@ void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16
 }
 #endif
 
-// ---- Attention backward: Book I's `attention_backward`, and `attend_backward` where the norms' weights are not
+// ---- Attention backward: Book I's `attention_backward`; where the norms' weights are not trained, all of
+// `attend_backward`.
 // The probabilities are computed twice: once where dk and dv of some keys are summed over all queries, once where dq of
 // some queries is summed over all keys. So one block sums each number, in one order, at the cost of seven products of
 // tiles instead of five.
@@ -4170,15 +4218,15 @@ struct AttentionBackward {
     const float *lse, *delta;  // (N,H)
     Batch b;
     int H, K;
-    // attend_backward's: qkv (N,(H+2K)D) before norm and RoPE, whose gradient dqkv then is.
+    // For attend_backward: qkv (N,(H+2K)D) before norm and RoPE. Then dqkv is its gradient. Null: attention_backward.
     const bf16 *qkv = nullptr, *q_weight = nullptr, *k_weight = nullptr;
     const float* rope = nullptr;
     float eps = 0;
 };
-inline constexpr int GRADIENT_KEYS = 64;  // that a block sums dk and dv of
-inline constexpr int PASSING_ROWS = 64;   // query rows that pass by them at a time
-inline constexpr int GRADIENT_ROWS = 128; // query rows that a block sums dq of
-inline constexpr int PASSING_KEYS = 32;   // keys that pass by them at a time
+inline constexpr int GRADIENT_KEYS = 64;  // a block of dk and dv: its keys
+inline constexpr int PASSING_ROWS = 64;   // ... the query rows that pass by them at a time
+inline constexpr int GRADIENT_ROWS = 128; // a block of dq: its query rows
+inline constexpr int PASSING_KEYS = 32;   // ... the keys that pass by them at a time
 // Shared memory of either block: keys, values, two stages of q and two of dout, 64 rows each; or q and dout, 128 rows
 // each, two stages of keys and two of values, 32 rows each. And lse, delta and position of 128 rows: 97.5 KB for D =
 // 128.
@@ -4287,9 +4335,9 @@ __device__ __forceinline__ void load_keys(const AttentionBackward& p, int m0, in
     }
 }
 
-// A quad of lanes holds two rows in store_row's layout; g becomes the gradient of the heads `head` of tokens n before
-// norm and RoPE. The rule is WarpHeadBackward's; it is linear in g, so a factor of g may follow later. Spare rows stay
-// zero. All loads of both rows are issued before the first number is used.
+// A quad of lanes holds two rows in store_row's layout, of heads `head` of tokens n. g, the gradient after norm and
+// RoPE, becomes the one before: the formula is WarpHeadBackward's (below). It is linear in g, so a factor of g may
+// follow later. Spare rows stay zero. All loads of both rows are issued before the first number is used.
 template <int D>
 __device__ __forceinline__ void through_norm_rope(const AttentionBackward& p, float (&g)[D / 8][4], const int (&n)[2],
                                                   const int (&head)[2]) {
