@@ -26,7 +26,7 @@ struct ExpertsArgs {
 inline int most_places(int pairs, int E, int each) { return std::min(pairs, std::min(pairs, E) + pairs / each); }
 
 // ---- Epilogues: rows of a block are pairs from `first` on.
-struct ExpertSwiglu : SwigluEpilogue { // hidden, in the order of `pair`
+struct ExpertSwiglu : SwigluEpilogue { // hidden, and gate_up unless null, in the order of `pair`
     ExpertSwiglu(bf16* out, bf16* gate_up, size_t F) : SwigluEpilogue(out, gate_up, F) {}
     __device__ void at(int first) {
         out += first * F;
