@@ -33,8 +33,6 @@ template <class T> constexpr bool HAS_CPU = true;
                                  KVCache<T>&, const acc<T>*); \
     BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
                                        const Gradients<T>*, acc<T>*, const LossRows<acc<T>>&, int); \
-    BOOK_I_INSTANCE void balance_loss(Context&, double*, acc<T>*, const Config&, const Activations<T>&, const Batch&, \
-                                      double, double); \
     BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
                                   const Gradients<T>&, KVCache<T>&, const acc<T>*);
 

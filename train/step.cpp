@@ -2,6 +2,7 @@
 // AdamW by Parameters::update.
 #include "base/options.h" // interrupted
 #include "model/adapters.h"
+#include "model/balance.h"
 #include "model/device.h"
 #include "model/instances.h"
 #include "train/trainer.h"

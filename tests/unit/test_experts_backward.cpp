@@ -3,6 +3,7 @@
 // first.
 #include <doctest/doctest.h>
 #include "tests/emulate/packed_emulation.h"
+#include "model/balance.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
 template <class N> static N block_sum(N x) {
