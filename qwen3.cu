@@ -105,24 +105,6 @@ template <class T> void swiglu(T* out, const T* gate_up, int N, int F) {
         }
 }
 
-// ---- fill_rope: cosine and sine of p theta^(-2i/D), RoPE's angle at position p in plane i. Numbers i and i + D/2 of a
-// head form plane i. Each step is rounded where Hugging Face rounds it. `scaling`, for positions beyond training's,
-// changes the frequencies (scale_frequencies, model/rope.h) and the length of (cosine, sine).
-//      rope (positions, D/2, 2)
-template <class A> void fill_rope(A* rope, int positions, int D, double theta, const RopeScaling& scaling = {}) {
-    std::vector<A> frequency(D / 2);
-    for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
-    scale_frequencies(frequency, theta, scaling);
-    const A factor = (A)scaling.attention;
-    #pragma omp parallel for schedule(static)
-    for (int p = 0; p < positions; p++)
-        for (int i = 0; i < D / 2; i++) {
-            const A angle = (A)p * frequency[i];
-            rope[(size_t)p * D + 2 * i] = std::cos(angle) * factor;
-            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle) * factor;
-        }
-}
-
 // ========================================================================================================== 2 Products
 
 // The matrix W of a product y = W x is a Linear. Its rows are up to three blocks, separate tensors in the file: q, k, v
@@ -288,11 +270,12 @@ struct HeadShape { int H, K, D; float eps = 0; };       // eps: of the heads' no
 template <class T> struct LayerCache { T *keys, *values; }; // a layer of the cache, (pages, K, 16, D) each
 template <class T> struct HeadNorms {
     const T *q, *k;     // (D) weights of the heads' norms
-    const acc<T>* rope; // (positions, D/2, 2) of fill_rope
+    const acc<T>* rope; // (positions, D/2, 2) cosine and sine of each plane's angle
 };
 
-// ---- qknorm_rope_kv: each q and k head of a token is RMS-normalised. Then RoPE rotates its planes (i, i + D/2) by the
-// angles of fill_rope (Su et al., "RoFormer", 2021). The rotated k, and v as it is, go to the cache by store_kv.
+// ---- qknorm_rope_kv: each q and k head of a token is RMS-normalised. Then RoPE (Su et al., "RoFormer", 2021) rotates
+// its planes: numbers i and i + D/2 form plane i, whose angle at position p is p theta^(-2i/D). The cosines and sines
+// are fill_rope's (model/rope.h). The rotated k, and v as it is, go to the cache by store_kv.
 //      q (N,HD), cache <- qkv (N,(H+2K)D)
 template <class T>
 void qknorm_rope_kv(T* q, const LayerCache<T>& cache, const T* qkv, const HeadNorms<T>& norms, const Batch& b,
@@ -415,18 +398,7 @@ void route(const Routed<T>& out, const T* x, const Linear<T>& W, const Batch& b,
     out.first[E] = at;
 }
 
-// An expert's matrix, for the n rows of its pairs. Row i belongs to token pair[i] / k, whose dropout mask it has.
-template <class T> struct PairsProduct {
-    Linear<T> W;
-    Dropout dropout;
-    std::vector<uint32_t> token;
-    PairsProduct(const Linear<T>& of, const int* pair, int n, int k) : W(of) {
-        if (!of.adapter.dropout) return;
-        for (int i = 0; i < n; i++) token.push_back(of.adapter.dropout->token[pair[i] / k]);
-        dropout = *of.adapter.dropout, dropout.token = token.data(), W.adapter.dropout = &dropout;
-    }
-    PairsProduct(const PairsProduct&) = delete;
-};
+// PairsProduct (model/dropout.h) is an expert's matrix with the dropout masks of its pairs' tokens.
 
 // ---- expert_mlp: out[n] = residual[n] + sum_j share[n][j] down_e(swiglu(gate_up_e(x[n]))), e = expert[n][j]. Rows of
 // gate_up and hidden are in the order of `pair`, so an expert's are adjacent. A token's sum has the order of its
@@ -601,10 +573,11 @@ std::vector<int> generate(Context& ctx, const Config& c, const Weights<T>& w, st
     plan(), arena.allocate("generate"), plan(); // the first time it counts bytes, the second it sets pointers
     for (size_t done = 0; ids.size() < context;) { // the prompt, then one id at a time
         const int N = (int)(ids.size() - done), last = N - 1;
-        const Batch b = {N, 1, &ids[done], &pos[done], &seq[done], &pos[done], pages.data(), (int)pages.size(), N == 1};
+        Batch b = {N, 1, &ids[done], &pos[done], &seq[done], &pos[done], pages.data(), (int)pages.size()};
+        b.singles = N == 1;
         forward(ctx, c, w, b, a, kv, rope.data());
         RUN(head, logits.data(), picked.data(), a.normed, &last, w.head, 1);
-        done = ids.size();
+        done = ids.size(); // the position of the next id
         const int id = sample(std::vector<float>(logits.begin(), logits.end()).data(), exist, how, done);
         if (std::count(c.end_tokens.begin(), c.end_tokens.end(), id)) break;
         ids.push_back(id);
@@ -987,7 +960,7 @@ template <class T> struct Flow {
 template <class T>
 void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Activations<T>& a, Flow<T>& d,
                    const Gradients<T>* g, acc<T>* loss, const LossRows<acc<T>>& of, int N) {
-    // Numbers from one row of dlogits to the next: as cross_entropy says; on a GPU V, since it writes no logits.
+    // Numbers from one row of dlogits to the next: rows overwrite those of the logits, but a GPU stores no logits.
     const size_t ld = (size_t)c.V * (ctx.gpu ? 1 : sizeof(acc<T>) / sizeof(T));
     T* dlogits = g ? (T*)d.logits : nullptr;
     if (g) clear(ctx, d.normed, (size_t)N * c.C);

@@ -3,6 +3,9 @@
 #include "model/random.h"
 #include <cstddef>
 #include <cstdint>
+#include <vector>
+
+template <class T> struct Linear; // qwen3.cu, 2
 
 // Dropout of one training step. A mask is a function of (seed, step, token, module, column). `token` numbers the tokens
 // of the step by row and position, so masks depend neither on packing nor on accumulation.
@@ -67,4 +70,17 @@ struct DropoutMasks {
     BOTH uint32_t* at(int module, int i64, int n) const {
         return words + (((size_t)module * sixty_fours + i64) * N + n) * 2;
     }
+};
+
+// An expert's matrix, for the n rows of its pairs. Row i belongs to token pair[i] / k, whose dropout mask it has.
+template <class T> struct PairsProduct {
+    Linear<T> W;
+    Dropout dropout;
+    std::vector<uint32_t> token;
+    PairsProduct(const Linear<T>& of, const int* pair, int n, int k) : W(of) {
+        if (!of.adapter.dropout) return;
+        for (int i = 0; i < n; i++) token.push_back(of.adapter.dropout->token[pair[i] / k]);
+        dropout = *of.adapter.dropout, dropout.token = token.data(), W.adapter.dropout = &dropout;
+    }
+    PairsProduct(const PairsProduct&) = delete;
 };

@@ -1,5 +1,6 @@
-// model/rope.h: RoPE for positions beyond those of training: scaled frequencies. The rotation is qknorm_rope_kv in
-// qwen3.cu. (YaRN: Peng et al., "YaRN: efficient context window extension of large language models", 2023.)
+// model/rope.h: RoPE's table of cosines and sines, and scaled frequencies for positions beyond those of training. The
+// rotation is qknorm_rope_kv in qwen3.cu. (YaRN: Peng et al., "YaRN: efficient context window extension of large
+// language models", 2023.)
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -61,4 +62,21 @@ template <class A> void scale_frequencies(std::vector<A>& frequency, double thet
             else if (!(length < (A)(s.original / s.fast))) f = (1 - keep) * f / factor + keep * f;
         }
     }
+}
+
+// ---- fill_rope: cosine and sine of p theta^(-2i/D), RoPE's angle at position p in plane i, the numbers i and i + D/2
+// of a head. Each step is rounded where Hugging Face rounds it. `scaling` also changes the length of (cosine, sine).
+//      rope (positions, D/2, 2)
+template <class A> void fill_rope(A* rope, int positions, int D, double theta, const RopeScaling& scaling = {}) {
+    std::vector<A> frequency(D / 2);
+    for (int i = 0; i < D / 2; i++) frequency[i] = (A)1 / (A)std::pow(theta, (double)((A)(2 * i) / (A)D));
+    scale_frequencies(frequency, theta, scaling);
+    const A factor = (A)scaling.attention;
+    #pragma omp parallel for schedule(static)
+    for (int p = 0; p < positions; p++)
+        for (int i = 0; i < D / 2; i++) {
+            const A angle = (A)p * frequency[i];
+            rope[(size_t)p * D + 2 * i] = std::cos(angle) * factor;
+            rope[(size_t)p * D + 2 * i + 1] = std::sin(angle) * factor;
+        }
 }
