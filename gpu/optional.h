@@ -41,7 +41,7 @@ struct Optional {
     // expert_mlp with packed weights, and the experts' part of experts_backward; y: see expert_scratch.
     static bool experts(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float* y, const float* residual,
                         const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);
-    static bool experts_backward(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* y, const bf16* gate_up,
+    static bool experts_backward(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in,
                                  const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);
     // attention of prompts, for heads of D numbers: the number of splits of the keys.
     static int attention(Context& ctx, const AttentionArgs& p, int D);
