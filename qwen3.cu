@@ -2690,10 +2690,10 @@ void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed
                             const Linear<bf16>& W, int N, float eps, E4M3Rows* rounded) {
     norm_product_gpu(ctx, SwigluEpilogue(out, gate_up, W.rows[0]), normed, x, w, W, N, eps, rounded);
 }
-void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, const float* x, const bf16* w,
-             const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps) {
+void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+             const Linear<bf16>& up, const Linear<bf16>& down, int N, float eps) {
     E4M3Rows rounded; // hidden, for down
-    norm_linear_swiglu_gpu(ctx, hidden, both, normed, x, w, gate_up, N, eps, &rounded);
+    norm_linear_swiglu_gpu(ctx, hidden, gate_up, normed, x, w, up, N, eps, &rounded);
     linear_add_gpu(ctx, out, x, hidden, down, N, rounded);
 }
 #endif

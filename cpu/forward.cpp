@@ -96,9 +96,9 @@ void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const a
 }
 
 template <class T>
-void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* both, T* normed, const acc<T>* x, const T* w,
-             const Linear<T>& gate_up, const Linear<T>& down, int N, float eps) {
-    norm_linear_swiglu_cpu(ctx, hidden, both, normed, x, w, gate_up, N, eps);
+void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* gate_up, T* normed, const acc<T>* x, const T* w,
+             const Linear<T>& up, const Linear<T>& down, int N, float eps) {
+    norm_linear_swiglu_cpu(ctx, hidden, gate_up, normed, x, w, up, N, eps);
     linear_add_cpu(ctx, out, x, hidden, down, N);
 }
 

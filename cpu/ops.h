@@ -68,10 +68,10 @@ template <class T>
 void norm_linear_swiglu_cpu(Context& ctx, T* out, T* gate_up, T* normed, const acc<T>* x, const T* w,
                             const Linear<T>& W, int N, float eps);
 
-// out = x + swiglu(rmsnorm(x) gate_up^T) down^T
+// out = x + swiglu(rmsnorm(x) up^T) down^T
 template <class T>
-void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* both, T* normed, const acc<T>* x, const T* w,
-             const Linear<T>& gate_up, const Linear<T>& down, int N, float eps);
+void mlp_cpu(Context& ctx, acc<T>* out, T* hidden, T* gate_up, T* normed, const acc<T>* x, const T* w,
+             const Linear<T>& up, const Linear<T>& down, int N, float eps);
 
 // The experts of each token, and the tokens of each expert
 template <class T>
@@ -126,12 +126,12 @@ template <class T> void scale_rows_cpu(Context& ctx, T* x, size_t ld, const acc<
 
 // Gradient of the head's input
 template <class T>
-void head_backward_cpu(Context& ctx, T* dnormed, const T* dlogits, size_t ld, const acc<T>* factor, const int* rows,
+void head_backward_cpu(Context& ctx, T* dx, const T* dlogits, size_t ld, const acc<T>* factor, const int* rows,
                        const Linear<T>& W, int R);
 
 // Gradients of rmsnorm's input and weight
 template <class T>
-void rmsnorm_backward_cpu(Context& ctx, acc<T>* dx, T* dy, T* normed, acc<T>* dw, const T* dout, const acc<T>* x,
+void rmsnorm_backward_cpu(Context& ctx, acc<T>* dx, T* rounded, T* out, acc<T>* dw, const T* dout, const acc<T>* x,
                           const T* w, int N, int C, float eps);
 
 // Gradients of a product's input, of its adapter's h and B
@@ -148,7 +148,7 @@ void lora_backward_weight_cpu(Context& ctx, acc<T>* dA, const T* dh, const T* x,
 
 // Gradients of gate and up
 template <class T>
-void swiglu_backward_cpu(Context& ctx, T* dgate_up, T* hidden, const T* dhidden, const T* gate_up, int N, int F);
+void swiglu_backward_cpu(Context& ctx, T* dgate_up, T* out, const T* dout, const T* gate_up, int N, int F);
 
 // linear_backward_input_cpu and swiglu_backward_cpu
 template <class T>

@@ -104,8 +104,8 @@ void attend_gpu(Context& ctx, bf16* out, float* lse, bf16* q, const LayerCache<b
 // rounded: becomes `out` as e4m3 if the kernel stored that too, until the next product of FP8 activations; or null.
 void norm_linear_swiglu_gpu(Context& ctx, bf16* out, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
                             const Linear<bf16>& W, int N, float eps, E4M3Rows* rounded = nullptr);
-void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, const float* x, const bf16* w,
-             const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps);
+void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* gate_up, bf16* normed, const float* x, const bf16* w,
+             const Linear<bf16>& up, const Linear<bf16>& down, int N, float eps);
 void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linear<bf16>& W, const Batch& b, int k,
                bool normed);
 // gate_up: for the backward pass, or null.
@@ -129,10 +129,10 @@ void scatter_outcomes_gpu(Context& ctx, bf16* dlogits, float* logits, const bf16
                           const int* id, int R, int J, int V);
 void add_losses_gpu(Context& ctx, double* total, const float* loss, int R);
 void scale_rows_gpu(Context& ctx, bf16* x, size_t ld, const float* by, int R, int n);
-void head_backward_gpu(Context& ctx, bf16* dnormed, const bf16* dlogits, size_t ld, const float* factor,
+void head_backward_gpu(Context& ctx, bf16* dx, const bf16* dlogits, size_t ld, const float* factor,
                        const int* rows, const Linear<bf16>& W, int R);
-void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float* dw, const bf16* dout, const float* x,
-                          const bf16* w, int N, int C, float eps);
+void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* rounded, bf16* out, float* dw, const bf16* dout,
+                          const float* x, const bf16* w, int N, int C, float eps);
 void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
                                int N);
 void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
