@@ -305,7 +305,7 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
     expert_lora_down(ctx, of, experts, &Expert<bf16>::down, {hidden, false}, N);
     const bf16* const B = of.more.W;
     each_scratch_part<float>(N, C, k, [&](int first, int n) {
-        of.more.W = B + (size_t)first * of.more.n;
+        if (B) of.more.W = B + (size_t)first * of.more.n;
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
         launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
     });
@@ -333,7 +333,7 @@ void experts_backward_by(Context& ctx, const Flow<bf16>& d, const ExpertsBackwar
     expert_lora_backward(ctx, of, experts, gate_up, in.up_A, in.up_B, d.h, {d.gate_up, false}, {in.x, true}, N);
     const bf16* const A = of.more.W;
     each_scratch_part<bf16>(N, C, k, [&](int first, int n) {
-        of.more.W = A + first;
+        if (A) of.more.W = A + first;
         product(gate_up, d.gate_up, first, n, of, ExpertStore<bf16>(y, to.pair, n));
         launch(ctx, add_pairs_kernel<Routed<bf16>>, dim3(N), 128, 0, d.sum, y, to, k, C, first, n);
     });
