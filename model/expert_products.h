@@ -233,11 +233,11 @@ void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, 
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out, places = most_places(pairs, of.E, S::TOKENS);
     if (places > 65535)
         DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
-    launch(ctx, expert_tile_kernel<S, W_COLS, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places), S::THREADS,
-           S::SHARED, p, of, epilogue);
+    launch(ctx, expert_tile_kernel<S, W_COLS, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places),
+           S::THREADS, S::SHARED, p, of, epilogue);
 }
 
-// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out). N tokens.
+// A product of N tokens' pairs with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out).
 template <bool W_COLS, class Weights, class Epilogue>
 void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
     const int pairs = N * of.k, each = pairs / of.E; // on average
@@ -266,9 +266,9 @@ size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16
     return step;
 }
 
-// Adapters of experts (model/experts.cu). Their h, or dh, dA and dB; `of` gets their columns, with h (of `first` on) and
-// s B, or dh and A; without an adapter none. x and dy, the input and the gradient of the output of W's rows, have the
-// order of `pair`, or are by token.
+// Adapters of experts (model/experts.cu): their h; or h, dh, dA and dB. `of` gets further columns, h and s B, or dh and
+// A; without an adapter none. x, the input of W, and dy, the gradient of its output, are by token, or have the order of
+// `pair`.
 struct ExpertInput {
     const bf16* at;
     bool by_token;
@@ -284,7 +284,7 @@ inline ExpertsArgs experts_args(const std::vector<Expert<bf16>>& experts, const 
     if (C % 8 || M % 8) DIE("experts of (%d,%d): the GPU's kernels take multiples of 8", M, C);
     return {to.first, to.pair, (int)experts.size(), k, true};
 }
-// Calls use(first, n) for parts of the C columns that the outputs of all pairs have: as many as the scratch, of T, holds.
+// Calls use(first, n) for parts of the C columns of all pairs' outputs: as many of T as the scratch holds.
 template <class T, class Use> void each_scratch_part(int N, int C, int k, Use use) {
     const size_t columns = expert_scratch(N, C, k) * sizeof(float) / sizeof(T) / ((size_t)N * k);
     const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
@@ -305,15 +305,15 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
     expert_lora_down(ctx, of, experts, &Expert<bf16>::down, {hidden, false}, N);
     const bf16* const B = of.more.W;
     each_scratch_part<float>(N, C, k, [&](int first, int n) {
-        of.more.W = B + (size_t)first * of.more.n;
+        if (B) of.more.W = B + (size_t)first * of.more.n;
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
         launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
     });
 }
 
-// experts_backward, the experts' part: d.share and d.sum, and adapters' gradients. product(which, dy, first, columns, of,
-// epilogue): dy W, with columns `first` on of each expert's matrix. The product with down takes dout without the share.
-// Its adapter has the share in the input instead, hidden times share, which is in d.gate_up's memory until then.
+// experts_backward, the experts' part: d.share and d.sum, and adapters' gradients. product(which, dy, first, columns,
+// of, epilogue): dy W, with columns `first` on of each expert's matrix. The product with down takes dout without the
+// share. Its adapter has the share in its input instead: hidden times share, which d.gate_up holds until then.
 template <class Product>
 void experts_backward_by(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in,
                          const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k,
@@ -333,7 +333,7 @@ void experts_backward_by(Context& ctx, const Flow<bf16>& d, const ExpertsBackwar
     expert_lora_backward(ctx, of, experts, gate_up, in.up_A, in.up_B, d.h, {d.gate_up, false}, {in.x, true}, N);
     const bf16* const A = of.more.W;
     each_scratch_part<bf16>(N, C, k, [&](int first, int n) {
-        of.more.W = A + first;
+        if (A) of.more.W = A + first;
         product(gate_up, d.gate_up, first, n, of, ExpertStore<bf16>(y, to.pair, n));
         launch(ctx, add_pairs_kernel<Routed<bf16>>, dim3(N), 128, 0, d.sum, y, to, k, C, first, n);
     });

@@ -38,7 +38,8 @@ __device__ __forceinline__ void copy_expert_w(const ExpertStages<S, W_COLS, PAIR
                              : PAIR ? stages.at.r0 / 2 + row / 32 * 16 + row % 16 : stages.at.r0 + row;
         const int i = (W_COLS ? stages.at.r0 : number) + cw.chunk * 8; // column
         uint4 v = {};
-        if (step < stages.at.last && r < (W_COLS ? weights.in : weights.out) && i < (W_COLS ? weights.out : weights.in)) {
+        const bool inside = W_COLS ? r < weights.in && i < weights.out : r < weights.out && i < weights.in;
+        if (step < stages.at.last && inside) {
             float y[8];
             unpack_run<F>(y, weights, PAIR && row / 16 % 2 ? weights.out + r : r, i + (W_COLS ? weights.column : 0));
             v = make_uint4(pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7]));

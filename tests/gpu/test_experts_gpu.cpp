@@ -430,7 +430,7 @@ struct Rows {
 };
 TrainOptions attention_only(const Context& ctx) {
     TrainOptions o;
-    o.batch = 6, o.accum = 2, o.steps = 8, o.dropout = 0, o.lr = 1e-2, o.warmup = 0, o.packed = true, o.lora.rank = 8, o.lora.alpha = 16;
+    o.batch = 6, o.accum = 2, o.steps = 8, o.dropout = 0, o.lr = 2e-3, o.warmup = 0, o.packed = true, o.lora.rank = 8, o.lora.alpha = 16;
     for (int m = Q_PROJ; m <= O_PROJ; m++) o.lora.targets[m] = true;
     o.rank_step = ctx.gpu ? GPU_RANK_STEP : 1;
     return o;
@@ -454,8 +454,9 @@ template <class A, class B> double distance(const std::vector<A>& a, const std::
     for (size_t i = 0; i < a.size(); i++) off += std::pow((double)a[i] - (double)b[i], 2), size += std::pow((double)b[i], 2);
     return std::sqrt(off / size);
 }
-// The GPU is as near to fp32 as the CPU's bf16 is, within a factor of two: each chooses other experts for some tokens,
-// whose scores are nearly equal.
+// The GPU's gradient is as near to fp32's as the CPU's in bf16 is, within a factor of two: each chooses other experts for
+// some tokens, whose scores are nearly equal. Later steps are near by themselves: on a CPU those of Book I and of each
+// instruction set, with and without the load-balancing loss, are 2e-5 to 5e-5 (losses) and 6e-4 to 3e-3 (norms) away.
 void check_training(const std::string& model, const std::function<void(TrainOptions&)>& change = {}) {
     const Scratch s;
     const Rows rows(s);
@@ -464,11 +465,12 @@ void check_training(const std::string& model, const std::function<void(TrainOpti
     const Curve<bf16> host(file, *rows.data, cpu(), change), device(file, *rows.data, gpu(), change);
     REQUIRE(device.losses.size() == 8);
     const double limit = 2 * distance(host.gradient, truth.gradient), is = distance(device.gradient, truth.gradient);
-    MESSAGE("gradient: from fp32 " << is << ", twice the CPU's " << limit << "; losses: from fp32 " << distance(device.losses, truth.losses) << ", the CPU's " << distance(host.losses, truth.losses));
+    MESSAGE("gradient: from fp32 " << is << ", twice the CPU's " << limit << "; losses: from fp32 " << distance(device.losses, truth.losses) << ", the CPU's " << distance(host.losses, truth.losses)
+            << "; norms: from fp32 " << distance(device.norms, truth.norms) << ", the CPU's " << distance(host.norms, truth.norms));
     CHECK(limit < 0.5);
     CHECK(is <= limit);
-    CHECK(distance(device.losses, truth.losses) <= 2 * distance(host.losses, truth.losses) + 2e-4);
-    CHECK(distance(device.norms, truth.norms) <= 2 * distance(host.norms, truth.norms) + 5e-3);
+    CHECK(distance(device.losses, truth.losses) < 1.5e-4);
+    CHECK(distance(device.norms, truth.norms) < 8e-3);
     CHECK(truth.losses.back() < truth.losses[0] - 0.02); // it learns
     const Curve<bf16> again(file, *rows.data, gpu(), change);
     CHECK(same_bits(again.gradient, device.gradient));
