@@ -6,12 +6,13 @@
 // at equal distances in memory (Weights::upload), so a kernel takes the first one and these distances.
 //
 // Weights: StreamArgs (bf16), or a packed format's arguments. For these a source defines ExpertStream, go_to and
-// copy_expert_w.
+// ExpertCopies.
 #pragma once
 #ifdef QWEN3_GPU
 #include "model/experts.h"
 #include "qwen3.cu"
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -43,18 +44,19 @@ struct ExpertStore : Epilogue { // the output of each pair, by its number
 template <class Weights, int TILES, bool PAIR> struct ExpertStream;
 template <int TILES, bool PAIR> struct ExpertStream<StreamArgs, TILES, PAIR> {
     using Loads = StreamWeights<TILES, PAIR>;
-    static constexpr int STEP = 32, IN_FLIGHT = STREAM_LOADS, WARPS = 12;
+    static constexpr int STEP = 32, WARPS = 12;
 };
 __device__ inline void go_to(StreamArgs& p, const ExpertsArgs& of, int e) { // expert e's weights
     p.W = (const bf16*)((const uint8_t*)p.W + e * of.apart[0]);
 }
-template <class Stages>
-__device__ __forceinline__ void copy_expert_w(const Stages& stages, const StreamArgs&, int step) {
-    stages.copy_w(step);
-}
+template <class Stages, class Weights> struct ExpertCopies { // of W's stages, in order
+    const Stages& stages;
+    __device__ ExpertCopies(const Stages& stages, const Weights&) : stages(stages) {}
+    __device__ __forceinline__ void copy(int step) { stages.copy_w(step); }
+};
 
-// ---- Up to 16 tokens: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that share an
-// expert's rows of W, experts at most). No weight is read before the previous kernels have ended: they choose.
+// ---- Few tokens an expert: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that share
+// an expert's rows of W, places of 8 M pairs). No weight is read before the previous kernels have ended: they choose.
 template <class Weights, int TILES, int M, class Epilogue>
 __global__ void __launch_bounds__(ExpertStream<Weights, TILES, Epilogue::PAIR>::WARPS * 32, 2)
 expert_stream_kernel(Weights p, ExpertsArgs of, Epilogue epilogue) {
@@ -63,7 +65,7 @@ expert_stream_kernel(Weights p, ExpertsArgs of, Epilogue epilogue) {
     extern __shared__ float shared[];
     let_next_start();
     wait_for_previous();
-    const ExpertRows rows = expert_rows<STREAM_TOKENS>(of.first, of.E);
+    const ExpertRows rows = expert_rows<8 * M>(of.first, of.E);
     if (!rows.n) return;
     go_to(p, of, rows.e);
     p.N = rows.n;
@@ -114,11 +116,15 @@ void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pa
     constexpr int TILES = 2;
     using Stream = ExpertStream<Weights, TILES, Epilogue::PAIR>;
     const int groups = (p.out + Stream::Loads::ROWS - 1) / Stream::Loads::ROWS;
-    const int steps = (p.in + Stream::STEP - 1) / Stream::STEP, places = most_places(pairs, of.E, STREAM_TOKENS);
-    const int warps = std::min(Stream::WARPS, std::max(4, steps * TILES / Stream::IN_FLIGHT));
+    const int steps = (p.in + Stream::STEP - 1) / Stream::STEP, places = most_places(pairs, of.E, 8 * M);
+    // As few warps as do a group's steps in the fewest rounds of loads.
+    const int loads = (steps + Stream::Loads::LOADS - 1) / Stream::Loads::LOADS;
+    const int rounds = (loads + Stream::WARPS - 1) / Stream::WARPS, warps = std::max(4, (loads + rounds - 1) / rounds);
     p.steps = (steps + warps - 1) / warps;
+    // The blocks of the experts that have tokens, if the pairs' experts are random, fill the multiprocessors once.
     const int resident = ctx.gpu->sms * (2 * Stream::WARPS / warps);
-    const int blocks = std::min(groups, std::max(1, resident / places));
+    const double chosen = of.E * (1 - std::pow(1 - 1.0 / of.E, pairs)), some = std::max({1.0, chosen, (double)of.k});
+    const int blocks = std::min(groups, std::max(1, (int)(resident / some)));
     launch(ctx, expert_stream_kernel<Weights, TILES, M, Epilogue>, dim3(blocks, places), warps * 32,
            2 * (size_t)warps * TILES * M * 64 * sizeof(float), p, of, epilogue);
 }
@@ -127,6 +133,7 @@ void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pa
 // pairs). Copies of x gather the tokens of the pairs.
 template <class S, bool PAIR> struct ExpertStages : TileStages<S, false, false, PAIR> {
     using Base = TileStages<S, false, false, PAIR>;
+    static constexpr bool PAIRS = PAIR;
     using Copy = TileCopy<S::TOKENS, false, S::THREADS>;
     int row[Copy::COUNT]; // of x, for each of this thread's copies
     __device__ ExpertStages(const TileArgs& p, const TilePlace<S, PAIR>& at, uint32_t shared, const ExpertRows& rows,
@@ -164,15 +171,16 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     if constexpr (std::is_same_v<Weights, StreamArgs>) p.W = weights.W;
     const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, 0);
     const ExpertStages<S, Epilogue::PAIR> stages(p, at, shared_address(memory), rows, of);
+    ExpertCopies<ExpertStages<S, Epilogue::PAIR>, Weights> of_w(stages, weights);
     #pragma unroll
     for (int s = 0; s < S::STAGES - 1; s++) {
-        copy_expert_w(stages, weights, at.first + s);
+        of_w.copy(at.first + s);
         stages.copy_x(at.first + s);
         commit_copies();
     }
     float sum[S::MF][S::NF][4] = {};
     const auto copy = [&](int step) {
-        if (step < at.last) stages.copy_x(step), copy_expert_w(stages, weights, step);
+        if (step < at.last) stages.copy_x(step), of_w.copy(step);
     };
     walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
         multiply_stage<S, false, false>(sum, stages.x_stage(step), stages.w_stage(step));
@@ -197,11 +205,11 @@ void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, 
 template <class Weights, class Epilogue>
 void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
     const int pairs = N * of.k, each = pairs / of.E; // on average
-    if (N <= STREAM_TOKENS && !ctx.invariant) {
-        if (N <= 8) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
+    if ((N <= STREAM_TOKENS || each < 10) && !ctx.invariant) {
+        if (N <= 8 || each < 4) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
         return launch_expert_stream<2>(ctx, p, of, pairs, epilogue);
     }
-    if (each >= 96 || ctx.invariant) return launch_expert_tiles<Tile128x128>(ctx, p, of, pairs, epilogue);
+    if (each >= 192 || ctx.invariant) return launch_expert_tiles<Tile128x128>(ctx, p, of, pairs, epilogue);
     if (each >= 40) return launch_expert_tiles<Tile64x128>(ctx, p, of, pairs, epilogue);
     return launch_expert_tiles<Tile32x64>(ctx, p, of, pairs, epilogue);
 }
