@@ -1,7 +1,7 @@
 // cli/bench.cpp: the speed of prompts and of decoding, beside the ceilings of this machine.
 #include "cli/bench.h"
 #include "base/options.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "model/cpu.h"
 #include "model/device.h"
 #include "qwen3.cu"
