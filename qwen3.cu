@@ -593,7 +593,7 @@ template <class T> struct Activations {
         T* hidden;     // (N,F); of experts (N k, M)
         acc<T>* out;   // (N,C) residual stream at its exit
         Routed<T> routed = {};
-        T* rows = nullptr;     // (N,C) scratch of expert_mlp; on a GPU see expert_scratch
+        T* rows = nullptr;     // (N,C) scratch of experts; on a GPU see expert_scratch
     };
     std::vector<PerLayer> layer;
     T* normed; // (N,C) after the final norm
@@ -602,7 +602,8 @@ template <class T> struct Activations {
     bool ample = false;     // training also keeps q, hidden, keys and values of each layer
     const Noise* noise = nullptr; // training only: added to the embeddings
     void plan(Arena& arena, const Config& c, int N, bool gate_up = true); // gate_up: false for the GPU's fused op
-    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false);
+    void plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory = false,
+                       bool gpu = false);
 };
 // Keys and values of all layers, (L, pages, K, 16, D) each. In training all layers may share the memory of one.
 template <class T> struct KVCache {
@@ -1140,7 +1141,7 @@ template <class T> struct Flow {
     acc<T>* parts;   // scratch of head_loss_gpu
     T* picked;       // (head_rows,C) rows of Activations::normed, not a gradient
     int head_rows;   // rows that go through the head at once
-    T* rows;         // experts: (N,C) rows of y, of the tokens of one expert
+    T* rows;         // experts: (N,C) rows of y, of the tokens of one expert; null on a GPU
     acc<T>* sum;     // experts: (N,C) of their input
     acc<T>* share;   // experts: (N,k) of their shares
     T* scores;       // experts: (N,E) of the router's scores
@@ -1181,8 +1182,11 @@ void loss_backward(Context& ctx, const Config& c, const Weights<T>& w, const Act
 // of tokens that have expert e, P_e the sum of p_e over all tokens; both are sums over the layers, divided by tokens
 // times layers. slope_e becomes the gradient of `scale` times the loss with respect to each p_e.
 template <class T>
-double balance_loss(acc<T>* slope, // (E) out
-                    const Config& c, const Activations<T>& a, const Batch& b, double scale) {
+void balance_loss(Context& ctx,
+                  double* total, // += weight times the loss
+                  acc<T>* slope, // (E) out
+                  const Config& c, const Activations<T>& a, const Batch& b, double weight, double scale) {
+    if constexpr (HAS_GPU<T>) if (ctx.gpu) return balance_loss_gpu(ctx, total, slope, c, a, b, weight, scale);
     double loss = 0, rows = 0;
     std::vector<double> f(c.E), P(c.E);
     for (int l = 0; l < c.L; l++)
@@ -1197,18 +1201,20 @@ double balance_loss(acc<T>* slope, // (E) out
         loss += c.E * f[e] * P[e] / (rows * rows);
         slope[e] = (acc<T>)(scale * c.E * f[e] / (rows * rows));
     }
-    return loss;
+    *total += weight * loss;
 }
 
 // The experts of a layer, one after another: out = mid + sum_j share_j y_j, y_j = hidden down_e^T,
-// hidden = swiglu(gate_up), gate_up = x gate_up_e^T. dout is d.y.
+// hidden = swiglu(gate_up), gate_up = x gate_up_e^T; then its router. dout is d.y, and d.normed becomes dx.
 // d.share[j] = dout . y_j = (dout down_e) . hidden, so that y_j is not computed again;  d.sum: dx, of all experts.
 // The gradient of y_j is share_j dout. The product with down_e takes dout, for d.share; share_j multiplies its results.
-// forward did not keep the h of adapters: they are computed again.
+// forward did not keep the h of adapters: they are computed again. On a GPU experts and router are not trained.
 template <class T>
 void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<T>::PerLayer& s, Flow<T>& d,
-                      const typename Gradients<T>::OfLayer& g, int N, int k) {
+                      const typename Gradients<T>::OfLayer& g, int N, int k, bool normed) {
     const Routed<T>& to = s.routed;
+    if constexpr (HAS_GPU<T>) if (ctx.gpu)
+        return experts_backward_gpu(ctx, d, s.hidden, s.rows, s.gate_up, layer, to, N, k, normed);
     const size_t C = layer.router.in, M = layer.experts[0].down.in;
     T* const none = nullptr;
     std::fill_n(d.sum, N * C, (acc<T>)0), std::fill_n(d.share, (size_t)N * k, (acc<T>)0);
@@ -1251,6 +1257,12 @@ void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<
         for (int i = 0; i < n; i++)
             for (size_t c = 0; c < C; c++) d.sum[pair[i] / k * C + c] += to_acc(d.normed[i * C + c]);
     }
+    const Linear<T>& router = layer.router;
+    route_backward(d.scores, d.share, d.slope, to, N, router.out(), k, normed);
+    RUN(linear_backward_input, d.normed, d.h, g.router.B, d.scores, router, N);
+    if (g.router.W)
+        RUN(linear_backward_weight, g.router.W, d.scores, (size_t)router.out(), s.norm2, N, router.out(), router.in);
+    for (size_t i = 0; i < N * C; i++) d.normed[i] = to_stored<T>(to_acc(d.normed[i]) + d.sum[i]);
 }
 
 // From d.normed (loss_backward) to the gradient of every parameter: `forward` in reverse order. The batch holds whole
@@ -1288,11 +1300,7 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
             weight_gradients(grads.gate_up, d.gate_up, s.norm2, layer.gate_up);
         } else { // x = norm2(mid) goes to the experts and to the router
             RUN(rmsnorm, s.norm2, s.mid, layer.norm2, N, C, c.eps);
-            experts_backward(ctx, layer, s, d, grads, N, c.k);
-            route_backward(d.scores, d.share, d.slope, s.routed, N, c.E, c.k, c.normed_shares);
-            input_gradient(d.normed, grads.router, d.scores, layer.router);
-            weight_gradients(grads.router, d.scores, s.norm2, layer.router);
-            for (size_t i = 0; i < (size_t)N * C; i++) d.normed[i] = to_stored<T>(to_acc(d.normed[i]) + d.sum[i]);
+            experts_backward(ctx, layer, s, d, grads, N, c.k, c.normed_shares);
             RUN(rmsnorm_backward, d.x, d.y, none, grads.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
         }
         // mid = in + attention o^T, attention = attend(qkv), qkv = norm1(in) W^T

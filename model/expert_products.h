@@ -10,6 +10,7 @@
 #pragma once
 #ifdef QWEN3_GPU
 #include "model/experts.h"
+#include "model/experts_backward.h"
 #include "qwen3.cu"
 #include <algorithm>
 #include <cmath>
@@ -26,21 +27,38 @@ struct ExpertsArgs {
 inline int most_places(int pairs, int E, int each) { return std::min(pairs, std::min(pairs, E) + pairs / each); }
 
 // ---- Epilogues: rows of a block are pairs from `first` on.
-struct ExpertSwiglu : SwigluEpilogue { // hidden, in the order of `pair`
-    ExpertSwiglu(bf16* out, size_t F) : SwigluEpilogue(out, nullptr, F) {}
-    __device__ void at(int first) { out += first * F; }
+struct ExpertSwiglu : SwigluEpilogue { // hidden, and gate_up unless null, in the order of `pair`
+    ExpertSwiglu(bf16* out, bf16* gate_up, size_t F) : SwigluEpilogue(out, gate_up, F) {}
+    __device__ void at(int first) {
+        out += first * F;
+        if (gate_up) gate_up += first * 2 * F;
+    }
 };
-struct ExpertStore : Epilogue { // the output of each pair, by its number
-    float* out; // (N k, ld)
+template <class T> struct ExpertStore : Epilogue { // the output of each pair, by its number
+    T* out; // (N k, ld)
     const int* pair;
     size_t ld;
-    ExpertStore(float* out, const int* pair, size_t ld) : out(out), pair(pair), ld(ld) {}
+    ExpertStore(T* out, const int* pair, size_t ld) : out(out), pair(pair), ld(ld) {}
     __device__ void at(int first) { pair += first; }
-    __device__ void one(bool inside, int n, int r, float y, float) { if (inside) out[pair[n] * ld + r] = y; }
+    __device__ void one(bool inside, int n, int r, float y, float) { if (inside) store_one(out + pair[n] * ld + r, y); }
     __device__ void four(int n, int r, const float4& y, const float4&) { store_four(out + pair[n] * ld + r, y); }
+};
+struct AddRoundedEpilogue : Epilogue { // out = sum + y
+    static constexpr bool ADDS = true;
+    bf16* out;        // (N, ld)
+    const float* sum; // (N, ld)
+    size_t ld;
+    AddRoundedEpilogue(bf16* out, const float* sum, size_t ld) : out(out), sum(sum), ld(ld) {}
+    __device__ float4 old_four(int n, int r) const { return *(const float4*)(sum + n * ld + r); }
+    __device__ void four(int n, int r, const float4& y, const float4& old) {
+        store_four(out + n * ld + r, make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w));
+    }
 };
 
 // ---- bf16 weights. A step of stream_kernel has STEP columns.
+struct ExpertColumns : StreamArgs { // of a transposed product y = x W: W (in, ld), of which `out` columns from W on
+    int ld;
+};
 template <class Weights, int TILES, bool PAIR> struct ExpertStream;
 template <int TILES, bool PAIR> struct ExpertStream<StreamArgs, TILES, PAIR> {
     using Loads = StreamWeights<TILES, PAIR>;
@@ -129,11 +147,11 @@ void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pa
            2 * (size_t)warps * TILES * M * 64 * sizeof(float), p, of, epilogue);
 }
 
-// ---- More tokens, or `invariant`: tile_kernel's loop (see there). Grid: (tiles of the rows of W, places of S::TOKENS
-// pairs). Copies of x gather the tokens of the pairs.
-template <class S, bool PAIR> struct ExpertStages : TileStages<S, false, false, PAIR> {
-    using Base = TileStages<S, false, false, PAIR>;
-    static constexpr bool PAIRS = PAIR;
+// ---- More tokens, or `invariant`, and the backward products (W_COLS): tile_kernel's loop (see there). Grid: (tiles of
+// the rows of W, places of S::TOKENS pairs). Copies of x gather the tokens of the pairs.
+template <class S, bool W_COLS, bool PAIR> struct ExpertStages : TileStages<S, false, W_COLS, PAIR> {
+    using Base = TileStages<S, false, W_COLS, PAIR>;
+    static constexpr bool COLS = W_COLS, PAIRS = PAIR;
     using Copy = TileCopy<S::TOKENS, false, S::THREADS>;
     int row[Copy::COUNT]; // of x, for each of this thread's copies
     __device__ ExpertStages(const TileArgs& p, const TilePlace<S, PAIR>& at, uint32_t shared, const ExpertRows& rows,
@@ -156,9 +174,10 @@ template <class S, bool PAIR> struct ExpertStages : TileStages<S, false, false, 
     }
 };
 
-template <class S, class Weights, class Epilogue>
+template <class S, bool W_COLS, class Weights, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, 1)
 expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
+    constexpr bool PAIR = Epilogue::PAIR;
     extern __shared__ __align__(128) uint4 memory[];
     let_next_start();
     wait_for_previous();
@@ -168,10 +187,11 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     epilogue.at(rows.first);
     TileArgs p = {weights.x, nullptr, rows.n, weights.in, weights.out};
     p.ldx = p.ldw = p.in;
-    if constexpr (std::is_same_v<Weights, StreamArgs>) p.W = weights.W;
-    const TilePlace<S, Epilogue::PAIR> at(p, blockIdx.x, 0);
-    const ExpertStages<S, Epilogue::PAIR> stages(p, at, shared_address(memory), rows, of);
-    ExpertCopies<ExpertStages<S, Epilogue::PAIR>, Weights> of_w(stages, weights);
+    if constexpr (std::is_base_of_v<StreamArgs, Weights>) p.W = weights.W;
+    if constexpr (std::is_same_v<Weights, ExpertColumns>) p.ldw = weights.ld;
+    const TilePlace<S, PAIR> at(p, blockIdx.x, 0);
+    const ExpertStages<S, W_COLS, PAIR> stages(p, at, shared_address(memory), rows, of);
+    ExpertCopies<ExpertStages<S, W_COLS, PAIR>, Weights> of_w(stages, weights);
     #pragma unroll
     for (int s = 0; s < S::STAGES - 1; s++) {
         of_w.copy(at.first + s);
@@ -183,7 +203,7 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
         if (step < at.last) stages.copy_x(step), of_w.copy(step);
     };
     walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
-        multiply_stage<S, false, false>(sum, stages.x_stage(step), stages.w_stage(step));
+        multiply_stage<S, false, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
     });
     wait_for_copies<0>();
     const int first = at.r0 + S::warp_row();
@@ -192,26 +212,26 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
         #pragma unroll
         for (int h = 0; h < 2; h++) finish_row<S>(sum[i], h, at.token(i, h), first, p.N, p.out, epilogue);
 }
-template <class S, class Weights, class Epilogue>
+template <class S, bool W_COLS, class Weights, class Epilogue>
 void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, Epilogue epilogue) {
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out, places = most_places(pairs, of.E, S::TOKENS);
     if (places > 65535)
         DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
-    launch(ctx, expert_tile_kernel<S, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places), S::THREADS,
+    launch(ctx, expert_tile_kernel<S, W_COLS, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places), S::THREADS,
            S::SHARED, p, of, epilogue);
 }
 
-// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in). N tokens.
-template <class Weights, class Epilogue>
+// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out). N tokens.
+template <bool W_COLS, class Weights, class Epilogue>
 void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
     const int pairs = N * of.k, each = pairs / of.E; // on average
-    if ((N <= STREAM_TOKENS || each < 10) && !ctx.invariant) {
+    if constexpr (!W_COLS) if ((N <= STREAM_TOKENS || each < 10) && !ctx.invariant) {
         if (N <= 8 || each < 4) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
         return launch_expert_stream<2>(ctx, p, of, pairs, epilogue);
     }
-    if (each >= 192 || ctx.invariant) return launch_expert_tiles<Tile128x128>(ctx, p, of, pairs, epilogue);
-    if (each >= 40) return launch_expert_tiles<Tile64x128>(ctx, p, of, pairs, epilogue);
-    return launch_expert_tiles<Tile32x64>(ctx, p, of, pairs, epilogue);
+    if (each >= 192 || ctx.invariant) return launch_expert_tiles<Tile128x128, W_COLS>(ctx, p, of, pairs, epilogue);
+    if (each >= 40) return launch_expert_tiles<Tile64x128, W_COLS>(ctx, p, of, pairs, epilogue);
+    return launch_expert_tiles<Tile32x64, W_COLS>(ctx, p, of, pairs, epilogue);
 }
 
 // The distance between the experts' arrays, in bytes, which must be equal; array(W): of one.
@@ -229,22 +249,49 @@ size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16
     return step;
 }
 
+inline ExpertsArgs experts_args(const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int k) {
+    const int C = experts[0].gate_up.in, M = experts[0].down.in;
+    if (C % 8 || M % 8) DIE("experts of (%d,%d): the GPU's kernels take multiples of 8", M, C);
+    return {to.first, to.pair, (int)experts.size(), k, true};
+}
+// Calls use(first, n) for parts of the C columns that the outputs of all pairs have: as many as the scratch, of T, holds.
+template <class T, class Use> void each_scratch_part(int N, int C, int k, Use use) {
+    const size_t columns = expert_scratch(N, C, k) * sizeof(float) / sizeof(T) / ((size_t)N * k);
+    const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
+    for (int first = 0, n; first < C; first += n) n = std::min(most, C - first), use(first, n);
+}
+
 // expert_mlp. product(which, x, first, rows, of, epilogue): the product with rows `first` on of each expert's matrix.
 // The outputs of all pairs, or of as many columns as the scratch y holds, are added up afterwards.
 template <class Product>
-void expert_mlp_by(Context& ctx, float* out, bf16* hidden, float* y, const float* residual, const bf16* x,
-                   const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k, Product product) {
-    const int E = (int)experts.size(), C = experts[0].gate_up.in, M = experts[0].down.in;
-    if (C % 8 || M % 8) DIE("experts of (%d,%d): the GPU's kernels take multiples of 8", M, C);
-    ExpertsArgs of = {to.first, to.pair, E, k, true};
-    product(&Expert<bf16>::gate_up, x, 0, M, of, ExpertSwiglu(hidden, M));
+void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float* y, const float* residual,
+                   const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k,
+                   Product product) {
+    const int C = experts[0].gate_up.in, M = experts[0].down.in;
+    ExpertsArgs of = experts_args(experts, to, k);
+    product(&Expert<bf16>::gate_up, x, 0, M, of, ExpertSwiglu(hidden, gate_up, M));
     of.by_token = false;
-    const size_t columns = expert_scratch(N, C, k) / ((size_t)N * k);
-    const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
-    for (int first = 0, n; first < C; first += n) {
-        n = std::min(most, C - first);
-        product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore(y, to.pair, n));
+    each_scratch_part<float>(N, C, k, [&](int first, int n) {
+        product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
         launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
-    }
+    });
+}
+
+// experts_backward, the experts' part: d.share and d.sum. product(which, dy, first, columns, of, epilogue): dy W, with
+// columns `first` on of each expert's matrix. hidden: scratch for its gradient, by pair; y: scratch.
+template <class Product>
+void experts_backward_by(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* y, const bf16* gate_up,
+                         const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k,
+                         Product product) {
+    const int E = (int)experts.size(), C = experts[0].gate_up.in, M = experts[0].down.in;
+    ExpertsArgs of = experts_args(experts, to, k);
+    product(&Expert<bf16>::down, d.y, 0, M, of, ExpertStore<bf16>(hidden, to.pair, M));
+    launch(ctx, expert_swiglu_backward_kernel<Routed<bf16>>, dim3((N * k + 7) / 8), 256, 0, d.gate_up, d.share, hidden,
+           gate_up, to, E, M);
+    of.by_token = false;
+    each_scratch_part<bf16>(N, C, k, [&](int first, int n) {
+        product(&Expert<bf16>::gate_up, d.gate_up, first, n, of, ExpertStore<bf16>(y, to.pair, n));
+        launch(ctx, add_pairs_kernel<Routed<bf16>>, dim3(N), 128, 0, d.sum, y, to, k, C, first, n);
+    });
 }
 #endif

@@ -14,11 +14,14 @@ struct Batch;
 struct Config;
 struct HeadShape;
 struct Moments8;
+template <class T> struct Activations;
 template <class T> struct Attended;
 template <class T> struct Expert;
+template <class T> struct Flow;
 template <class T> struct HeadNormGradients;
 template <class T> struct HeadNorms;
 template <class T> struct KVCache;
+template <class T> struct Layer;
 template <class T> struct LayerCache;
 template <class T> struct Linear;
 template <class A> struct Distilled;
@@ -105,6 +108,7 @@ void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* both, bf16* normed, c
              const Linear<bf16>& gate_up, const Linear<bf16>& down, int N, float eps);
 void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linear<bf16>& W, const Batch& b, int k,
                bool normed);
+// gate_up: for the backward pass, or null.
 void expert_mlp_gpu(Context& ctx, float* out, bf16* gate_up, bf16* hidden, bf16* rows, const float* residual,
                     const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);
 // Floats of expert_mlp_gpu's scratch, `rows`: the outputs of all pairs, or of at least 128 of their columns.
@@ -135,6 +139,12 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
                                 int in);
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
                                 const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
+// d.share, d.scores and d.normed of a layer whose experts and router are not trained; d.gate_up, d.sum and `hidden`
+// (N k, M) are scratch, `rows` is expert_mlp_gpu's.
+void experts_backward_gpu(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* rows, const bf16* gate_up,
+                          const Layer<bf16>& layer, const Routed<bf16>& to, int N, int k, bool normed);
+void balance_loss_gpu(Context& ctx, double* total, float* slope, const Config& c, const Activations<bf16>& a,
+                      const Batch& b, double weight, double scale);
 void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);
 void attention_backward_gpu(Context& ctx, bf16* dqkv, const bf16* dout, const Attended<bf16>& of,
                             const LayerCache<bf16>& cache, const Batch& b, const HeadShape& shape, float* delta);

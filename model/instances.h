@@ -24,7 +24,8 @@
     BOOK_I_INSTANCE void loss_backward(Context&, const Config&, const Weights<T>&, const Activations<T>&, Flow<T>&, \
                                        const Gradients<T>*, acc<T>*, const int*, const int*, acc<T>, int, int, \
                                        const acc<T>*); \
-    BOOK_I_INSTANCE double balance_loss(acc<T>*, const Config&, const Activations<T>&, const Batch&, double); \
+    BOOK_I_INSTANCE void balance_loss(Context&, double*, acc<T>*, const Config&, const Activations<T>&, const Batch&, \
+                                      double, double); \
     BOOK_I_INSTANCE void backward(Context&, const Config&, const Weights<T>&, const Batch&, Activations<T>&, Flow<T>&, \
                                   const Gradients<T>&, KVCache<T>&, const acc<T>*);
 

@@ -30,14 +30,16 @@ void Activations<T>::plan(Arena& arena, const Config& c, int N, bool gate_up) {
 
 // Training keeps the inputs of products and of attention; norms, SwiGLU and RoPE are computed again. With `recompute`
 // only the input of a layer is kept, and the backward pass computes the layer again. With `ample` the outputs of SwiGLU
-// and RoPE are kept too, with keys and values in a cache of all layers. Of experts SwiGLU's are always kept.
+// and RoPE are kept too, with keys and values in a cache of all layers. On a CPU SwiGLU's of experts are always kept.
 template <class T>
-void Activations<T>::plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory) {
+void Activations<T>::plan_training(Arena& arena, const Config& c, int N, bool whole_layers, bool ample_memory,
+                                   bool gpu) {
     recompute = whole_layers, ample = ample_memory;
     PerLayer a;
+    const bool again = !c.E || gpu; // SwiGLU's outputs are computed again
     auto take_ample = [&] {
         a.q = arena.take<T>((size_t)N * c.H * c.D);
-        if (!c.E) a.hidden = arena.take<T>((size_t)N * c.F);
+        if (again) a.hidden = arena.take<T>((size_t)N * c.width());
     };
     auto rest = [&] {
         if (ample) take_ample();
@@ -46,10 +48,10 @@ void Activations<T>::plan_training(Arena& arena, const Config& c, int N, bool wh
         a.lse = arena.take<acc<T>>((size_t)N * c.H);
         a.mid = arena.take<acc<T>>((size_t)N * c.C);
         a.gate_up = arena.take<T>((size_t)N * 2 * c.width());
-        if (c.E) a.hidden = arena.take<T>((size_t)N * c.width());
+        if (!again) a.hidden = arena.take<T>((size_t)N * c.width());
     };
     a.norm1 = a.norm2 = arena.take<T>((size_t)N * c.C);
-    if (c.E) a.rows = arena.take<T>((size_t)N * c.C);
+    if (c.E) a.rows = gpu ? (T*)arena.take<float>(expert_scratch(N, c.C, c.k)) : arena.take<T>((size_t)N * c.C);
     normed = arena.take<T>((size_t)N * c.C);
     if (!ample) take_ample();
     if (recompute) rest();
@@ -100,7 +102,8 @@ void Flow<T>::plan(Arena& arena, const Config& c, int N, int rank, int rows, boo
     picked = arena.take<T>((size_t)rows * c.C);
     slope = nullptr;
     if (!c.E) return;
-    this->rows = arena.take<T>((size_t)N * c.C), sum = arena.take<acc<T>>((size_t)N * c.C);
+    this->rows = gpu ? nullptr : arena.take<T>((size_t)N * c.C);
+    sum = arena.take<acc<T>>((size_t)N * c.C);
     share = arena.take<acc<T>>((size_t)N * c.k), scores = arena.take<T>((size_t)N * c.E);
     if (c.balance > 0) slope = arena.take<acc<T>>(c.E);
 }

@@ -20,6 +20,7 @@ struct Optional {
         use(0, columns ? W.in : W.out(), W.w[0]);
     }
     template <class... A> static bool experts(A&&...) { return false; }
+    template <class... A> static bool experts_backward(A&&...) { return false; }
     template <class... A> static bool packed_rows(A&&...) { return false; }
     template <class... A> static int attention(A&&...) { return 0; }
     template <class... A> static bool attention_backward(A&&...) { return false; }

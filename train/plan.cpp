@@ -18,7 +18,7 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
     kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
     const size_t scratch = arena.used;
-    a.plan_training(arena, c, N, o.recompute, ample);
+    a.plan_training(arena, c, N, o.recompute, ample, (bool)ctx.gpu);
     kv.plan(arena, c, (size_t)N / PAGE + loader.sequences(), !ample);
     part("activations", before), before = arena.used;
     const bool distilled = distils(data) || (eval && distils(*eval));

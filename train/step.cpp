@@ -22,7 +22,9 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
     if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
         DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
-    if (ctx.gpu && c.E) DIE("%s: a mixture of experts is trained on the CPU only (--device cpu)", file.path.c_str());
+    if (ctx.gpu && c.E && (o.full || o.lora.targets[GATE_PROJ] || o.lora.targets[UP_PROJ] || o.lora.targets[DOWN_PROJ]))
+        DIE("%s: %s of a mixture of experts is trained on the CPU only (--device cpu); a GPU trains --targets q,k,v,o",
+            file.path.c_str(), o.full ? "all" : "an adapter of gate, up or down");
     if (!o.full && o.dropout > 0 && (int64_t)MODULES * c.L * (c.E + 1) > 1 << 16)
         DIE("%s: --dropout: more than 2^16 modules", file.path.c_str());
     if (c.balance > 0 && (o.preference || o.grpo))
@@ -92,7 +94,7 @@ void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, 
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
             if (to && c.balance > 0) // weighted by the batch's part of the step's trained tokens
-                *results += (double)c.balance * R * balance_loss(d.slope, c, a, b, (double)c.balance * R / (double)all);
+                balance_loss(ctx, results, d.slope, c, a, b, (double)c.balance * R, (double)c.balance * R / (double)all);
         }
         params.last_batch = first + o.batch >= list.size();
         if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);

@@ -1,11 +1,13 @@
-// gpu/packed/experts.cu: experts with packed weights. Few tokens: packed_kernel's loads in expert_stream_kernel. More:
-// expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
+// gpu/packed/experts.cu: experts with packed weights. Few tokens: packed_kernel's loads in expert_stream_kernel. More, and
+// the backward products: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
 #include "gpu/packed/few.h"
 #include "gpu/packed/unpack.h"
 #include "model/expert_products.h"
 #include "qwen3.cu"
 
-template <class F> struct PackedExperts : PackedArgs {};
+template <class F> struct PackedExperts : PackedArgs {
+    int column = 0; // of a transposed product: its first one
+};
 
 // INT4 in groups of 64 columns and more has twice packed_kernel's loads in flight: nothing is read ahead of the kernel.
 template <class F> struct MoreLoads : F {};
@@ -39,16 +41,20 @@ template <class Stages, class F> struct ExpertCopies<Stages, PackedExperts<F>> {
     __device__ ExpertCopies(const Stages& stages, const PackedExperts<F>& weights) : stages(stages), weights(weights) {
         request(stages.at.first);
     }
-    __device__ __forceinline__ int column(int step) const { return stages.at.number(step) + stages.cw.chunk * 8; }
+    __device__ __forceinline__ int column(int step) const { // of W, first of a chunk
+        return (Stages::COLS ? stages.at.r0 + weights.column : stages.at.number(step)) + stages.cw.chunk * 8;
+    }
     __device__ __forceinline__ void request(int step) {
         const auto& cw = stages.cw;
-        const int i = column(step);
+        const int i = column(step), end = Stages::COLS ? weights.column + weights.out : weights.in;
         #pragma unroll
         for (int k = 0; k < COUNT; k++) {
-            const int row = cw.row + k * cw.STEP;
-            const int r = Stages::PAIRS ? stages.at.r0 / 2 + row / 32 * 16 + row % 16 : stages.at.r0 + row;
+            const int row = cw.row + k * cw.STEP; // of the stage
+            const int r = Stages::COLS    ? stages.at.number(step) + row
+                          : Stages::PAIRS ? stages.at.r0 / 2 + row / 32 * 16 + row % 16
+                                          : stages.at.r0 + row;
             const int from = Stages::PAIRS && row / 16 % 2 ? weights.out + r : r;
-            const bool there = step < stages.at.last && i < stages.p.in && r < weights.out;
+            const bool there = step < stages.at.last && i < end && r < (Stages::COLS ? weights.in : weights.out);
             q[k] = uint2{}, scale[k] = typename F::Raw{}, zero[k] = 0;
             if (!there) continue;
             q[k] = *(const uint2*)(weights.q + (size_t)from * weights.row_bytes + F::byte(i));
@@ -72,15 +78,24 @@ template <class Stages, class F> struct ExpertCopies<Stages, PackedExperts<F>> {
     }
 };
 
-bool Optional::experts(Context& ctx, float* out, bf16* hidden, float* y, const float* residual, const bf16* x,
-                       const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k) {
-    if (experts[0].gate_up.format == Format::PLAIN && experts[0].down.format == Format::PLAIN) return false;
-    expert_mlp_by(ctx, out, hidden, y, residual, x, experts, to, N, k,
+static bool are_plain(const std::vector<Expert<bf16>>& experts) {
+    return experts[0].gate_up.format == Format::PLAIN && experts[0].down.format == Format::PLAIN;
+}
+// The first expert's matrix, and the others' distances in `of`.
+static const Linear<bf16>& packed_experts(ExpertsArgs& of, const std::vector<Expert<bf16>>& experts,
+                                          Linear<bf16> Expert<bf16>::*which) {
+    of.apart[0] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.q[0]; });
+    of.apart[1] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.scale[0]; });
+    of.apart[2] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.zero[0]; });
+    return experts[0].*which;
+}
+
+bool Optional::experts(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float* y, const float* residual,
+                       const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k) {
+    if (are_plain(experts)) return false;
+    expert_mlp_by(ctx, out, gate_up, hidden, y, residual, x, experts, to, N, k,
                   [&](auto which, const bf16* x, int first, int rows, ExpertsArgs of, auto epilogue) {
-        const Linear<bf16>& W = experts[0].*which;
-        of.apart[0] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.q[0]; });
-        of.apart[1] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.scale[0]; });
-        of.apart[2] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.zero[0]; });
+        const Linear<bf16>& W = packed_experts(of, experts, which);
         if (first % W.group_rows) DIE("experts on a GPU: blocks of %d rows", W.group_rows);
         with_packing(W, [&](auto format) {
             using F = decltype(format);
@@ -90,7 +105,22 @@ bool Optional::experts(Context& ctx, float* out, bf16* hidden, float* y, const f
             p.scale = (const uint8_t*)p.scale + scales * sizeof(typename F::Raw);
             if (p.zero) p.zero += scales;
             p.x = x, p.out = rows;
-            expert_product(ctx, p, of, N, epilogue);
+            expert_product<false>(ctx, p, of, N, epilogue);
+        });
+    });
+    return true;
+}
+
+bool Optional::experts_backward(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* y, const bf16* gate_up,
+                                const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k) {
+    if (are_plain(experts)) return false;
+    experts_backward_by(ctx, d, hidden, y, gate_up, experts, to, N, k,
+                        [&](auto which, const bf16* dy, int first, int columns, ExpertsArgs of, auto epilogue) {
+        const Linear<bf16>& W = packed_experts(of, experts, which);
+        with_packing(W, [&](auto format) {
+            PackedExperts<decltype(format)> p = {packed_args(W), first};
+            p.x = dy, p.in = W.out(), p.out = columns;
+            expert_product<true>(ctx, p, of, N, epilogue);
         });
     });
     return true;

@@ -1,7 +1,10 @@
-// Experts on a GPU: route and expert_mlp beside their definitions, whole models beside the CPU.
+// Experts on a GPU: route, expert_mlp and experts_backward beside their definitions, whole models and their training
+// beside the CPU.
 #include "tests/golden.h"
 #include "tests/gpu/gpu.h"
 #include "tests/process.h"
+#include "tests/trainer.h"
+#include "model/chat_template.h"
 #include "model/write.h"
 
 namespace {
@@ -154,11 +157,108 @@ TEST_CASE("expert_mlp: few and many tokens, experts with none and with all, in p
         }
 }
 
+TEST_CASE("experts_backward: experts with no and with all tokens, spare rows, shares normed and not; the same bits twice") {
+    Random random{9};
+    const struct { int E, k, C, M, N; bool same, normed; } shapes[] = {
+        {8, 2, 256, 64, 1, false, true}, {128, 8, 128, 64, 3, false, true}, {128, 8, 64, 32, 8, true, false}, {16, 4, 192, 72, 17, false, true}, {64, 8, 64, 32, 100, false, true},
+        {8, 2, 136, 40, 70, true, true}, {8, 1, 64, 32, 700, false, false}, {8, 8, 64, 64, 300, false, true}, {16, 2, 320, 136, 500, false, true}, {8, 2, 3200, 8, 4500, false, true}};
+    for (auto& shape : shapes) {
+        const int E = shape.E, k = shape.k, C = shape.C, M = shape.M, N = shape.N;
+        const size_t pairs = (size_t)N * k;
+        const std::string text = format("E %d k %d C %d M %d N %d same %d normed %d", E, k, C, M, N, shape.same, shape.normed);
+        INFO(text);
+        Scratchpad pad;
+        const TwoExperts W(random, E, C, M);
+        const Matrix router(random, {E}, C);
+        Layer<bf16> host_layer, layer;
+        host_layer.experts = W.host, layer.experts = W.device, host_layer.router = router.host, layer.router = router.device;
+        // The choice, as after route: the last row is spare.
+        std::vector<int> chosen;
+        std::vector<float> p;
+        for (int n = 0; n < N; n++) {
+            std::set<int> some;
+            while ((int)some.size() < k) some.insert(shape.same ? (int)some.size() : random.below(E));
+            for (int e : some) chosen.push_back(N > 2 && n == N - 1 ? -1 : e);
+            double all = 0;
+            std::vector<double> row;
+            for (int e = 0; e < E; e++) row.push_back(random.uniform() + 0.1), all += row.back();
+            for (double x : row) p.push_back((float)(x / all));
+        }
+        HostRoutes host(N, E, k, chosen);
+        for (int n = 0; n < N; n++) {
+            float sum = 0;
+            for (int j = 0; j < k; j++) host.share.push_back(p[(size_t)n * E + std::max(0, chosen[(size_t)(n * k + j)])]), sum += host.share.back();
+            for (int j = 0; j < k && shape.normed; j++) host.share[(size_t)(n * k + j)] /= sum;
+        }
+        DeviceRoutes to(N, E, k);
+        to.p.replace(p), to.expert.replace(host.expert), to.share.replace(host.share), to.first.replace(host.first), to.pair.replace(host.pair);
+        // The definition, on the CPU; SwiGLU's inputs are rows of its forward pass.
+        const auto x = random.fill<bf16>((size_t)N * C), dy = random.fill<bf16>((size_t)N * C);
+        const auto slope = random.fill<float>((size_t)E);
+        std::vector<bf16> gate_up(pairs * 2 * M), hidden(pairs * M), rows((size_t)N * C), dgate_up(pairs * 2 * M), dhidden(pairs * M), drows((size_t)N * C), norm2 = x;
+        std::vector<float> out((size_t)N * C);
+        expert_mlp_cpu(cpu(), out.data(), gate_up.data(), hidden.data(), rows.data(), out.data(), x.data(), W.host, host.view(), N, k);
+        Activations<bf16>::PerLayer s = {};
+        s.routed = host.view(), s.routed.p = p.data(), s.gate_up = gate_up.data(), s.hidden = hidden.data(), s.rows = rows.data(), s.norm2 = norm2.data();
+        std::vector<bf16> normed((size_t)N * C), scores((size_t)N * E), y = dy;
+        std::vector<float> sum((size_t)N * C), share(pairs), slopes = slope;
+        Flow<bf16> d = {};
+        d.y = y.data(), d.normed = normed.data(), d.gate_up = dgate_up.data(), d.hidden = dhidden.data(), d.rows = drows.data(), d.sum = sum.data(), d.share = share.data(), d.scores = scores.data(), d.slope = slopes.data();
+        Gradients<bf16>::OfLayer none;
+        none.experts.resize((size_t)E);
+        experts_backward<bf16>(cpu(), host_layer, s, d, none, N, k, shape.normed);
+        // On the GPU, twice. hidden and rows are scratch there.
+        const Device<bf16> device_gate_up(gate_up), device_y(dy);
+        const Device<float> device_slope(slope);
+        std::vector<bf16> first_normed;
+        std::vector<float> first_share;
+        for (bool again : {false, true}) {
+            Device<bf16> device_hidden(pairs * M), device_dgate_up(pairs * 2 * M), device_normed((size_t)N * C), device_scores((size_t)N * E);
+            Device<float> scratch(expert_scratch(N, C, k)), device_sum((size_t)N * C), device_share(pairs);
+            Flow<bf16> g = {};
+            g.y = device_y, g.normed = device_normed, g.gate_up = device_dgate_up, g.sum = device_sum, g.share = device_share, g.scores = device_scores, g.slope = device_slope;
+            experts_backward_gpu(pad.ctx, g, device_hidden, (bf16*)scratch.data, device_gate_up, layer, to.view(), N, k, shape.normed);
+            const auto got = device_normed.get(), got_scores = device_scores.get();
+            const auto got_share = device_share.get(), got_sum = device_sum.get();
+            if (again) {
+                CHECK(same_bits(got, first_normed));
+                CHECK(same_bits(got_share, first_share));
+                continue;
+            }
+            first_normed = got, first_share = got_share;
+            // Both round dhidden and hidden to bf16, in sums of another order: now and then to its neighbour, 1 / 128 of it
+            // away. Such differences add up as their squares do.
+            auto off = [&](size_t count, auto is, auto want, auto counts) {
+                double different = 0, size = 0;
+                for (size_t i = 0; i < count; i++)
+                    if (counts(i)) different += std::pow((double)is(i) - want(i), 2), size += std::pow((double)want(i), 2);
+                return std::sqrt(different / size);
+            };
+            auto all = [](size_t) { return true; };
+            const double of_share = off(pairs, [&](size_t i) { return got_share[i]; }, [&](size_t i) { return share[i]; }, [&](size_t i) { return chosen[i] >= 0; });
+            const double of_sum = off(got_sum.size(), [&](size_t i) { return got_sum[i]; }, [&](size_t i) { return sum[i]; }, all);
+            const double of_scores = off(scores.size(), [&](size_t i) { return to_acc(got_scores[i]); }, [&](size_t i) { return to_acc(scores[i]); }, all);
+            const double of_normed = off(normed.size(), [&](size_t i) { return to_acc(got[i]); }, [&](size_t i) { return to_acc(normed[i]); }, all);
+            INFO("share " << of_share << " sum " << of_sum << " scores " << of_scores << " dx " << of_normed);
+            CHECK(of_share < 0.003);
+            CHECK(of_sum < 0.008);
+            CHECK(of_scores < 0.006);
+            CHECK(of_normed < 0.008);
+            // Every number, by the magnitude of its own sum.
+            double largest = 0;
+            for (float v : sum) largest = std::max(largest, (double)std::fabs(v));
+            CHECK(wrong(got_sum, as_double(sum), [&](size_t i) { return std::fabs(sum[i]) / 64 + largest / 64; }) == 0);
+            for (int c = 0; c < C && N > 2; c++) CHECK(to_acc(got[(size_t)(N - 1) * C + c]) == 0); // the spare row
+        }
+        for (int n : pad.arrived.get()) CHECK(n == 0);
+    }
+}
+
 // A random model, made by qwen3 --synthesize.
-std::string synthesized(const Scratch& s, int layers = 3) {
+std::string synthesized(const Scratch& s, int layers = 3, const std::string& more = "") {
     write_file(s / "c.json", format(R"({"model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": %d, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 64, "intermediate_size": 192, "moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": true, "mlp_only_layers": [1],
-        "vocab_size": 1024, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})", layers));
+        "vocab_size": 1024, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"%s})", layers, more.c_str()));
     const char* qwen3 = getenv("QWEN3");
     const Result r = Process(qwen3 ? qwen3 : "./qwen3", {"--synthesize", s / "c.json", s / "m.bin"}).wait();
     INFO(r.err);
@@ -235,6 +335,174 @@ TEST_CASE("experts in INT4, INT8 and FP8: the same, beside the same numbers in b
     }
 }
 #endif
+
+// ---- Training: adapters of attention
+
+// Rows of random ids below 900, and a trainer on them.
+struct Rows {
+    std::unique_ptr<Dataset> data;
+    explicit Rows(const Scratch& s, int count = 12) {
+        DatasetWriter writer(s / "rows.bin", 0, 0);
+        Random random{12};
+        for (int row = 0; row < count; row++) {
+            std::vector<uint32_t> words;
+            for (int i = 0, n = 6 + 7 * row; i < n; i++) words.push_back((uint32_t)random.below(900) | (i > n / 3 ? TRAIN : 0));
+            writer.add(words);
+        }
+        writer.commit();
+        data = std::make_unique<Dataset>(s / "rows.bin");
+    }
+};
+TrainOptions attention_only(const Context& ctx) {
+    TrainOptions o;
+    o.batch = 6, o.accum = 2, o.steps = 8, o.dropout = 0, o.lr = 1e-2, o.warmup = 0, o.packed = true, o.lora.rank = 8, o.lora.alpha = 16;
+    for (int m = Q_PROJ; m <= O_PROJ; m++) o.lora.targets[m] = true;
+    o.rank_step = ctx.gpu ? GPU_RANK_STEP : 1;
+    return o;
+}
+// Losses of eight steps, and the gradients of the first: with B = 0 those of B.
+template <class T> struct Curve {
+    std::vector<double> losses, norms;
+    std::vector<acc<T>> gradient;
+    Curve(const ModelFile& file, const Dataset& data, const Context& ctx, const std::function<void(TrainOptions&)>& change = {}) {
+        TrainOptions o = attention_only(ctx);
+        if (change) change(o);
+        Trainer<T> t(o, ctx, file, data, nullptr);
+        t.add_gradients(t.loader.rows_of(0), t.weight(data, t.loader.rows_of(0)));
+        gradient = t.params.host(t.params.gradient);
+        while (losses.size() < 8 && t.train_step()) losses.push_back(t.last_loss), norms.push_back(t.last_norm);
+    }
+};
+template <class A, class B> double distance(const std::vector<A>& a, const std::vector<B>& b) { // |a - b| / |b|
+    REQUIRE(a.size() == b.size());
+    double off = 0, size = 0;
+    for (size_t i = 0; i < a.size(); i++) off += std::pow((double)a[i] - (double)b[i], 2), size += std::pow((double)b[i], 2);
+    return std::sqrt(off / size);
+}
+// The GPU is as near to fp32 as the CPU's bf16 is, within a factor of two: each chooses other experts for some tokens,
+// whose scores are nearly equal.
+void check_training(const std::string& model, const std::function<void(TrainOptions&)>& change = {}) {
+    const Scratch s;
+    const Rows rows(s);
+    const ModelFile file(model);
+    const Curve<float> truth(file, *rows.data, cpu(), change);
+    const Curve<bf16> host(file, *rows.data, cpu(), change), device(file, *rows.data, gpu(), change);
+    REQUIRE(device.losses.size() == 8);
+    const double limit = 2 * distance(host.gradient, truth.gradient), is = distance(device.gradient, truth.gradient);
+    MESSAGE("gradient: from fp32 " << is << ", twice the CPU's " << limit << "; losses: from fp32 " << distance(device.losses, truth.losses) << ", the CPU's " << distance(host.losses, truth.losses));
+    CHECK(limit < 0.5);
+    CHECK(is <= limit);
+    CHECK(distance(device.losses, truth.losses) <= 2 * distance(host.losses, truth.losses) + 2e-4);
+    CHECK(distance(device.norms, truth.norms) <= 2 * distance(host.norms, truth.norms) + 5e-3);
+    CHECK(truth.losses.back() < truth.losses[0] - 0.02); // it learns
+    const Curve<bf16> again(file, *rows.data, gpu(), change);
+    CHECK(same_bits(again.gradient, device.gradient));
+    CHECK(again.losses == device.losses);
+}
+
+TEST_CASE("training a mixture of experts: gradients and losses near fp32's, the same bits twice and with --recompute; dropout; the load-balancing loss") {
+    const Scratch s, balanced;
+    const std::string model = synthesized(s);
+    check_training(model);
+    check_training(synthesized(balanced, 3, R"(, "output_router_logits": true, "router_aux_loss_coef": 0.5)"));
+    const Rows rows(s);
+    const ModelFile file(model);
+    for (float dropout : {0.f, 0.2f}) {
+        const Curve<bf16> kept(file, *rows.data, gpu(), [&](TrainOptions& o) { o.dropout = dropout; });
+        const Curve<bf16> recomputed(file, *rows.data, gpu(), [&](TrainOptions& o) { o.dropout = dropout, o.recompute = true; });
+        CHECK(same_bits(kept.gradient, recomputed.gradient));
+        CHECK(kept.losses == recomputed.losses);
+    }
+    // Few tokens, for which forward streams the weights: one row of 5 tokens a batch.
+    const Curve<bf16> host(file, *rows.data, cpu(), [](TrainOptions& o) { o.batch = o.accum = 1; }), few(file, *rows.data, gpu(), [](TrainOptions& o) { o.batch = o.accum = 1; });
+    CHECK(distance(few.gradient, host.gradient) < 0.3);
+}
+
+#ifndef QWEN3_PORTABLE
+TEST_CASE("training a mixture of experts in INT4, INT8 and FP8 (QLoRA)") {
+    const Scratch s;
+    const std::string model = synthesized(s);
+    for (std::string how : {"int4", "int4 64", "int8", "fp8"}) {
+        INFO(how);
+        Strings asked = {model, "--quantize", how.substr(0, 4), s / "packed.bin"};
+        if (how == "fp8") asked[2] = how;
+        if (how[3] == '4') asked = asked + Strings{"--group", how == "int4" ? "32" : "64"};
+        const Result r = Process(program("QWEN3", "./qwen3"), asked + Strings{"--overwrite"}).wait();
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+        check_training(s / "packed.bin");
+    }
+}
+#endif
+
+TEST_CASE("training a mixture of experts: a state resumes to the same bits; --grpo's and --dpo's steps; what is for the CPU only") {
+    const Scratch s;
+    const ModelFile file(synthesized(s));
+    const Rows rows(s);
+    const TrainOptions o = attention_only(gpu());
+    auto numbers = [](Trainer<bf16>& t) { return t.params.host(t.params.p); };
+    Trainer<bf16> whole(o, gpu(), file, *rows.data, nullptr);
+    for (int step = 0; step < 3; step++) REQUIRE(whole.train_step());
+    whole.write_state(s / "state.safetensors", 1, 2);
+    for (int step = 0; step < 3; step++) REQUIRE(whole.train_step());
+    Trainer<bf16> resumed(o, gpu(), file, *rows.data, nullptr);
+    double best, elapsed;
+    resumed.read_state(s / "state.safetensors", best, elapsed);
+    CHECK(resumed.step == 3);
+    for (int step = 0; step < 3; step++) REQUIRE(resumed.train_step());
+    CHECK(same_bits(numbers(whole), numbers(resumed)));
+    CHECK(whole.last_loss == resumed.last_loss);
+    // The same answers on both devices: the gradient of a step of --grpo.
+    TrainOptions with[] = {attention_only(cpu()), attention_only(gpu())};
+    for (TrainOptions& o : with) o.grpo = true, o.tokenizer = "tests/fixtures/tiny/tokenizer.bin", o.batch = 3, o.accum = 2, o.rl.group = 5, o.rl.max_tokens = 24, o.rl.rewards = {"length:4", "regex:the"};
+    DatasetWriter writer(s / "prompts.bin", Tokenizer("tests/fixtures/tiny/tokenizer.bin").hash(), template_hash());
+    for (uint32_t row = 0; row < 6; row++) writer.add({row + 7, row + 90, 5 | TRAIN});
+    writer.commit();
+    const Dataset prompts(s / "prompts.bin");
+    Trainer<bf16> host(with[0], cpu(), file, prompts, nullptr), device(with[1], gpu(), file, prompts, nullptr);
+    host.take_groups(host.loader.rows_of(0)), device.take_groups(device.loader.rows_of(0));
+    CHECK(host.fault == "");
+    CHECK(device.fault == "");
+    REQUIRE(device.groups.rows.size() == 30);
+    device.groups = host.groups, device.groups.old.clear(), host.groups.old.clear();
+    host.add_gradients({}, 1), device.add_gradients({}, 1);
+    const auto a = device.params.host(device.params.gradient), b = host.params.host(host.params.gradient);
+    INFO(distance(a, b));
+    CHECK(distance(a, b) < 0.2);
+    // The second step of --dpo: the first one's gradient has a reference of the same numbers.
+    DatasetWriter pairs(s / "pairs.bin", 0, 0);
+    Random random{4};
+    for (int row = 0; row < 8; row++) {
+        std::vector<uint32_t> chosen, rejected;
+        for (int i = 0; i < 20; i++) chosen.push_back((uint32_t)random.below(900) | (i > 8 ? TRAIN : 0));
+        for (int i = 0; i < 17; i++) rejected.push_back(i > 8 ? (uint32_t)random.below(900) | TRAIN : chosen[(size_t)i]);
+        pairs.add_pair(chosen, rejected);
+    }
+    pairs.commit();
+    const Dataset preferences(s / "pairs.bin");
+    std::vector<float> gradients[2];
+    double losses[2];
+    for (int device = 0; device < 2; device++) {
+        TrainOptions o = attention_only(device ? gpu() : cpu());
+        o.preference = &PREFERENCE_LOSSES[0], o.batch = 4;
+        Trainer<bf16> t(o, device ? gpu() : cpu(), file, preferences, nullptr);
+        if (o.preference->has_reference) t.make_reference();
+        REQUIRE(t.train_step());
+        REQUIRE(t.train_step());
+        losses[device] = t.last_loss, gradients[device] = t.params.host(t.params.gradient);
+    }
+    INFO(losses[0] << " " << losses[1] << ", gradients " << distance(gradients[1], gradients[0]));
+    CHECK(losses[1] == doctest::Approx(losses[0]).epsilon(0.01));
+    CHECK(distance(gradients[1], gradients[0]) < 0.2);
+    // Refusals
+    auto refused = [&](const std::function<void(TrainOptions&)>& change, const char* text) {
+        TrainOptions o = attention_only(gpu());
+        change(o);
+        CHECK_THROWS_WITH_AS(Trainer<bf16>(o, gpu(), file, *rows.data, nullptr), doctest::Contains(text), Error);
+    };
+    refused([](TrainOptions& o) { o.full = true; }, "all of a mixture of experts is trained on the CPU only");
+    refused([](TrainOptions& o) { o.lora.targets[DOWN_PROJ] = true; }, "an adapter of gate, up or down of a mixture of experts is trained on the CPU only");
+}
 
 TEST_CASE("experts: what the GPU cannot do is one line") {
     const Scratch s;
