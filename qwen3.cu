@@ -1135,7 +1135,7 @@ template <class T> struct Flow {
     acc<T>* delta;   // (N,H) scratch of attention_backward
     T* gate_up;      // (N,2F)
     T* hidden;       // (N,F); null on a GPU
-    T* h;            // (N, 3 rank) of the h of an adapter
+    T* h;            // (N, 3 rank) of the h of an adapter; on a GPU of experts (N k, 2 rank)
     acc<T>* logits;  // (head_rows,V) logits, then their gradient; on a GPU the memory holds bf16
     acc<T>* factor;  // (head_rows) see head_loss
     acc<T>* parts;   // scratch of head_loss_gpu
@@ -1208,13 +1208,16 @@ void balance_loss(Context& ctx,
 // hidden = swiglu(gate_up), gate_up = x gate_up_e^T; then its router. dout is d.y, and d.normed becomes dx.
 // d.share[j] = dout . y_j = (dout down_e) . hidden, so that y_j is not computed again;  d.sum: dx, of all experts.
 // The gradient of y_j is share_j dout. The product with down_e takes dout, for d.share; share_j multiplies its results.
-// forward did not keep the h of adapters: they are computed again. On a GPU experts and router are not trained.
+// forward did not keep the h of adapters: they are computed again. On a GPU only adapters are trained.
 template <class T>
 void experts_backward(Context& ctx, const Layer<T>& layer, typename Activations<T>::PerLayer& s, Flow<T>& d,
                       const typename Gradients<T>::OfLayer& g, int N, int k, bool normed) {
     const Routed<T>& to = s.routed;
-    if constexpr (HAS_GPU<T>) if (ctx.gpu)
-        return experts_backward_gpu(ctx, d, s.hidden, s.rows, s.gate_up, layer, to, N, k, normed);
+    if constexpr (HAS_GPU<T>) if (ctx.gpu) {
+        const auto &up = g.experts[0].gate_up, &down = g.experts[0].down;
+        const ExpertsBackward in = {s.norm2, s.gate_up, s.hidden, s.rows, up.A, up.B, down.A, down.B};
+        return experts_backward_gpu(ctx, d, in, layer, to, N, k, normed);
+    }
     const size_t C = layer.router.in, M = layer.experts[0].down.in;
     T* const none = nullptr;
     std::fill_n(d.sum, N * C, (acc<T>)0), std::fill_n(d.share, (size_t)N * k, (acc<T>)0);

@@ -22,6 +22,9 @@ struct ExpertsArgs {
     int E, k;
     bool by_token;           // row i of a block is x[pair[i] / k]; else x[first + i]
     size_t apart[3] = {};    // bytes from an expert's weights (scales, zero points) to the next one's
+    // An adapter's h and s B as further columns of x and W (dh and A with W_COLS), see TileArgs. x has the order of
+    // `pair`, W is the first expert's, `apart` in bytes; ld: from one row of A to the next.
+    struct { const bf16 *x, *W; int n, ld; size_t apart; } more = {};
 };
 // Places at most, of so many pairs.
 inline int most_places(int pairs, int E, int each) { return std::min(pairs, std::min(pairs, E) + pairs / each); }
@@ -55,10 +58,20 @@ struct AddRoundedEpilogue : Epilogue { // out = sum + y
     }
 };
 
+struct ExpertRowsStore : StoreEpilogue<bf16> { // the output of each pair, in the order of `pair`
+    ExpertRowsStore(bf16* out, size_t ld) : StoreEpilogue(out, ld) {}
+    __device__ void at(int first) { out += first * ld; }
+};
+
 // ---- bf16 weights. A step of stream_kernel has STEP columns.
 struct ExpertColumns : StreamArgs { // of a transposed product y = x W: W (in, ld), of which `out` columns from W on
     int ld;
 };
+template <class Weights> struct Adapted : Weights {}; // ... and `more` of ExpertsArgs
+template <class Weights> constexpr bool ADAPTED = false;
+template <class Weights> constexpr bool ADAPTED<Adapted<Weights>> = true;
+template <class Weights> struct Bare { using Type = Weights; };
+template <class Weights> struct Bare<Adapted<Weights>> { using Type = Weights; };
 template <class Weights, int TILES, bool PAIR> struct ExpertStream;
 template <int TILES, bool PAIR> struct ExpertStream<StreamArgs, TILES, PAIR> {
     using Loads = StreamWeights<TILES, PAIR>;
@@ -172,9 +185,31 @@ template <class S, bool W_COLS, bool PAIR> struct ExpertStages : TileStages<S, f
             copy_async(to + k * Copy::STEP * 128, this->p.x + (size_t)row[k] * this->p.ldx + (inside ? i : 0),
                        inside && this->cx.row + k * Copy::STEP < this->p.N);
     }
+    __device__ __forceinline__ void copy_more(int step, int ld) const { // an adapter's columns: rows as they come
+        Base::copy_x(step);
+        const auto& p = this->p;
+        if constexpr (W_COLS)
+            this->copy_columns(this->w_stage(step), this->cw, {p.more_W, ld, p.more, this->at.number(step)},
+                               step < this->at.last, this->at.r0, p.out);
+        else this->copy_w(step);
+    }
 };
 
-template <class S, bool W_COLS, class Weights, class Epilogue>
+// How a block walks along `in`: copy(step) starts the copies of a step, or none past the end.
+struct MmaWalk {
+    static constexpr int ALIGN = 128; // of the stages
+    template <class S, bool W_COLS, class Stages, class Copy>
+    __device__ __forceinline__ static void run(float (&sum)[S::MF][S::NF][4], const Stages& stages, Copy copy) {
+        #pragma unroll
+        for (int s = 0; s < S::STAGES - 1; s++) copy(stages.at.first + s), commit_copies();
+        walk_ring<S::STAGES>(stages.at.first, stages.at.last, copy, [&](int step) {
+            multiply_stage<S, false, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+        });
+        wait_for_copies<0>();
+    }
+};
+
+template <class S, bool W_COLS, class Walk, class Weights, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, 1)
 expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     constexpr bool PAIR = Epilogue::PAIR;
@@ -188,47 +223,49 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     TileArgs p = {weights.x, nullptr, rows.n, weights.in, weights.out};
     p.ldx = p.ldw = p.in;
     if constexpr (std::is_base_of_v<StreamArgs, Weights>) p.W = weights.W;
-    if constexpr (std::is_same_v<Weights, ExpertColumns>) p.ldw = weights.ld;
-    const TilePlace<S, PAIR> at(p, blockIdx.x, 0);
-    const ExpertStages<S, W_COLS, PAIR> stages(p, at, shared_address(memory), rows, of);
-    ExpertCopies<ExpertStages<S, W_COLS, PAIR>, Weights> of_w(stages, weights);
-    #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++) {
-        of_w.copy(at.first + s);
-        stages.copy_x(at.first + s);
-        commit_copies();
+    if constexpr (std::is_base_of_v<ExpertColumns, Weights>) p.ldw = weights.ld;
+    if constexpr (ADAPTED<Weights>) {
+        p.more_x = of.more.x + (size_t)rows.first * of.more.n, p.more = of.more.n;
+        p.more_W = (const bf16*)((const uint8_t*)of.more.W + rows.e * of.more.apart);
     }
+    const TilePlace<S, PAIR> at(p, blockIdx.x, 0);
+    const ExpertStages<S, W_COLS, PAIR> stages(p, at, (shared_address(memory) + Walk::ALIGN - 1) & ~(Walk::ALIGN - 1u), rows, of);
+    ExpertCopies<ExpertStages<S, W_COLS, PAIR>, typename Bare<Weights>::Type> of_w(stages, weights);
     float sum[S::MF][S::NF][4] = {};
-    const auto copy = [&](int step) {
-        if (step < at.last) stages.copy_x(step), of_w.copy(step);
-    };
-    walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
-        multiply_stage<S, false, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+    Walk::template run<S, W_COLS>(sum, stages, [&](int step) {
+        if (step >= at.last) return;
+        if constexpr (ADAPTED<Weights>) if (at.more(step)) return stages.copy_more(step, of.more.ld);
+        of_w.copy(step);
+        stages.copy_x(step);
     });
-    wait_for_copies<0>();
     const int first = at.r0 + S::warp_row();
     #pragma unroll
     for (int i = 0; i < S::MF; i++)
         #pragma unroll
         for (int h = 0; h < 2; h++) finish_row<S>(sum[i], h, at.token(i, h), first, p.N, p.out, epilogue);
 }
-template <class S, bool W_COLS, class Weights, class Epilogue>
+template <class S, bool W_COLS, class Walk = MmaWalk, class Weights, class Epilogue>
 void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, Epilogue epilogue) {
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out, places = most_places(pairs, of.E, S::TOKENS);
     if (places > 65535)
         DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
-    launch(ctx, expert_tile_kernel<S, W_COLS, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places), S::THREADS,
-           S::SHARED, p, of, epilogue);
+    launch(ctx, expert_tile_kernel<S, W_COLS, Walk, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places),
+           S::THREADS, S::SHARED + Walk::ALIGN - 128, p, of, epilogue);
 }
 
 // A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out). N tokens.
 template <bool W_COLS, class Weights, class Epilogue>
 void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
     const int pairs = N * of.k, each = pairs / of.E; // on average
+    if (of.more.n) {
+        if (Optional::expert_tiles<W_COLS>(ctx, Adapted<Weights>{p}, of, pairs, epilogue)) return;
+        return launch_expert_tiles<Tile64x128, W_COLS>(ctx, Adapted<Weights>{p}, of, pairs, epilogue);
+    }
     if constexpr (!W_COLS) if ((N <= STREAM_TOKENS || each < 10) && !ctx.invariant) {
         if (N <= 8 || each < 4) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
         return launch_expert_stream<2>(ctx, p, of, pairs, epilogue);
     }
+    if (Optional::expert_tiles<W_COLS>(ctx, p, of, pairs, epilogue)) return;
     if (each >= 192 || ctx.invariant) return launch_expert_tiles<Tile128x128, W_COLS>(ctx, p, of, pairs, epilogue);
     if (each >= 40) return launch_expert_tiles<Tile64x128, W_COLS>(ctx, p, of, pairs, epilogue);
     return launch_expert_tiles<Tile32x64, W_COLS>(ctx, p, of, pairs, epilogue);
@@ -243,11 +280,24 @@ size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16
         const Linear<bf16>&W = experts[e].*which, &first = experts[0].*which;
         if (W.format != first.format || W.group != first.group || W.group_rows != first.group_rows)
             DIE("experts on a GPU: they are not all of one format");
-        if (W.adapter.rank) DIE("experts on a GPU: with an adapter");
+        if (W.adapter.width() != first.adapter.width()) DIE("experts on a GPU: their adapters are not all alike");
         if (at(e) != (at(0) ? at(0) + e * step : nullptr)) DIE("experts on a GPU: they are not at equal distances");
     }
     return step;
 }
+
+// Adapters of experts (model/experts.cu). Their h, or dh, dA and dB; `of` gets their columns, with h (of `first` on) and
+// s B, or dh and A; without an adapter none. x and dy, the input and the gradient of the output of W's rows, have the
+// order of `pair`, or are by token.
+struct ExpertInput {
+    const bf16* at;
+    bool by_token;
+};
+using WhichMatrix = Linear<bf16> Expert<bf16>::*;
+void expert_lora_down(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which,
+                      const ExpertInput& x, int N);
+void expert_lora_backward(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which,
+                          float* dA, float* dB, bf16* dh, const ExpertInput& dy, const ExpertInput& x, int N);
 
 inline ExpertsArgs experts_args(const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int k) {
     const int C = experts[0].gate_up.in, M = experts[0].down.in;
@@ -269,28 +319,42 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
                    Product product) {
     const int C = experts[0].gate_up.in, M = experts[0].down.in;
     ExpertsArgs of = experts_args(experts, to, k);
+    expert_lora_down(ctx, of, experts, &Expert<bf16>::gate_up, {x, true}, N);
     product(&Expert<bf16>::gate_up, x, 0, M, of, ExpertSwiglu(hidden, gate_up, M));
     of.by_token = false;
+    expert_lora_down(ctx, of, experts, &Expert<bf16>::down, {hidden, false}, N);
+    const bf16* const B = of.more.W;
     each_scratch_part<float>(N, C, k, [&](int first, int n) {
+        of.more.W = B + (size_t)first * of.more.n;
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
         launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
     });
 }
 
-// experts_backward, the experts' part: d.share and d.sum. product(which, dy, first, columns, of, epilogue): dy W, with
-// columns `first` on of each expert's matrix. hidden: scratch for its gradient, by pair; y: scratch.
+// experts_backward, the experts' part: d.share and d.sum, and adapters' gradients. product(which, dy, first, columns, of,
+// epilogue): dy W, with columns `first` on of each expert's matrix. The product with down takes dout without the share.
+// Its adapter has the share in the input instead, hidden times share, which is in d.gate_up's memory until then.
 template <class Product>
-void experts_backward_by(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* y, const bf16* gate_up,
+void experts_backward_by(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in,
                          const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k,
                          Product product) {
     const int E = (int)experts.size(), C = experts[0].gate_up.in, M = experts[0].down.in;
+    const unsigned blocks = (unsigned)(N * k + 7) / 8;
+    const auto gate_up = &Expert<bf16>::gate_up, down = &Expert<bf16>::down;
+    bf16* const y = (bf16*)in.rows;
     ExpertsArgs of = experts_args(experts, to, k);
-    product(&Expert<bf16>::down, d.y, 0, M, of, ExpertStore<bf16>(hidden, to.pair, M));
-    launch(ctx, expert_swiglu_backward_kernel<Routed<bf16>>, dim3((N * k + 7) / 8), 256, 0, d.gate_up, d.share, hidden,
-           gate_up, to, E, M);
+    if (experts[0].down.adapter.rank)
+        launch(ctx, expert_hidden_kernel<Routed<bf16>>, dim3(blocks), 256, 0, d.gate_up, in.gate_up, to, E, M);
+    expert_lora_backward(ctx, of, experts, down, in.down_A, in.down_B, d.h, {d.y, true}, {d.gate_up, false}, N);
+    product(down, d.y, 0, M, of, ExpertStore<bf16>(in.hidden, to.pair, M));
+    launch(ctx, expert_swiglu_backward_kernel<Routed<bf16>>, dim3(blocks), 256, 0, d.gate_up, d.share, in.hidden,
+           in.gate_up, to, E, M);
     of.by_token = false;
+    expert_lora_backward(ctx, of, experts, gate_up, in.up_A, in.up_B, d.h, {d.gate_up, false}, {in.x, true}, N);
+    const bf16* const A = of.more.W;
     each_scratch_part<bf16>(N, C, k, [&](int first, int n) {
-        product(&Expert<bf16>::gate_up, d.gate_up, first, n, of, ExpertStore<bf16>(y, to.pair, n));
+        of.more.W = A + first;
+        product(gate_up, d.gate_up, first, n, of, ExpertStore<bf16>(y, to.pair, n));
         launch(ctx, add_pairs_kernel<Routed<bf16>>, dim3(N), 128, 0, d.sum, y, to, k, C, first, n);
     });
 }

@@ -37,12 +37,116 @@ void expert_mlp_gpu(Context& ctx, float* out, bf16* gate_up, bf16* hidden, bf16*
     });
 }
 
-void experts_backward_gpu(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* rows, const bf16* gate_up,
-                          const Layer<bf16>& layer, const Routed<bf16>& to, int N, int k, bool normed) {
+// ---- Adapters of experts
+// Rows (., columns) of one operand of dW, as ExpertInput.
+struct WeightRows {
+    const bf16* at;
+    bool by_token;
+    int columns;
+};
+// dA and dB: dW_e += a^T b over the pairs of expert e: tile_kernel's loop, both operands in columns. Grid: (tiles of dW,
+// experts). Copies gather the rows of tokens.
+template <class S, class Epilogue>
+__global__ void __launch_bounds__(S::THREADS, 1)
+expert_weight_kernel(WeightRows a, WeightRows b, ExpertsArgs of, Epilogue epilogue, size_t apart) {
+    extern __shared__ __align__(128) uint4 memory[];
+    let_next_start();
+    wait_for_previous();
+    const int e = blockIdx.y, first = of.first[e], n = of.first[e + 1] - first;
+    if (!n) return;
+    epilogue.move(e * apart);
+    const TileArgs p = {a.at, b.at, a.columns, n, b.columns};
+    const TilePlace<S, false> at(p, blockIdx.x, 0);
+    const TileStages<S, true, true, false> stages = {p, at, shared_address(memory), {}, {}};
+    const auto copy_rows = [&](uint32_t stage, const auto& copy, const WeightRows& from, int step, int column) {
+        column += copy.chunk * 8;
+        #pragma unroll
+        for (int k = 0; k < copy.COUNT; k++) {
+            const int i = step * STAGE_IN + copy.row + k * copy.STEP, pair = first + min(i, n - 1);
+            const size_t row = from.by_token ? of.pair[pair] / of.k : pair;
+            const bool inside = i < n && column < from.columns;
+            copy_async(stage + copy.offset + k * copy.STEP * 128, from.at + row * from.columns + (inside ? column : 0),
+                       inside);
+        }
+    };
+    const auto copy = [&](int step) {
+        if (step >= at.last) return;
+        copy_rows(stages.x_stage(step), stages.cx, a, step, at.n0);
+        copy_rows(stages.w_stage(step), stages.cw, b, step, at.r0);
+    };
+    #pragma unroll
+    for (int s = 0; s < S::STAGES - 1; s++) copy(at.first + s), commit_copies();
+    float sum[S::MF][S::NF][4] = {};
+    walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
+        multiply_stage<S, true, true>(sum, stages.x_stage(step), stages.w_stage(step));
+    });
+    wait_for_copies<0>();
+    #pragma unroll
+    for (int i = 0; i < S::MF; i++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            finish_row<S>(sum[i], h, at.token(i, h), at.r0 + S::warp_row(), p.N, p.out, epilogue);
+}
+struct ExpertAddEpilogue : AddEpilogue { // dA += y
+    ExpertAddEpilogue(float* dA, size_t in) : AddEpilogue(dA, dA, in) {}
+    __device__ void move(size_t by) { out += by, residual += by; }
+};
+struct ExpertLoraUpEpilogue : LoraUpEpilogue { // dB += s y
+    ExpertLoraUpEpilogue(float* dB, const Linear<bf16>& W) : LoraUpEpilogue(dB, W) {}
+    __device__ void move(size_t by) { dB += by; }
+};
+// apart: numbers from one expert's dW to the next one's
+template <class Epilogue>
+static void weight_product(Context& ctx, const WeightRows& a, const WeightRows& b, const ExpertsArgs& of,
+                           Epilogue epilogue, size_t apart) {
+    using S = Tile64x64;
+    launch(ctx, expert_weight_kernel<S, Epilogue>, dim3((unsigned)count_tiles<S>(a.columns, b.columns), of.E),
+           S::THREADS, S::SHARED, a, b, of, epilogue, apart);
+}
+
+// `of` for a product with A or B of all experts.
+static ExpertsArgs args_of(const ExpertsArgs& of, size_t apart, bool by_token) {
+    ExpertsArgs own = {of.first, of.pair, of.E, of.k, by_token};
+    own.apart[0] = apart;
+    return own;
+}
+void expert_lora_down(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which,
+                      const ExpertInput& x, int N) {
+    const Linear<bf16>& W = experts[0].*which;
+    const Adapter<bf16>& a = W.adapter;
+    of.more = {};
+    if (!a.rank) return;
+    const int width = (int)a.width();
+    const size_t A = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.adapter.A; });
+    const size_t B = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.adapter.B; });
+    if (a.dropout) DIE("adapters of experts on a GPU: with dropout");
+    const StreamArgs p = {x.at, nullptr, nullptr, nullptr, 0, a.A, 0, W.in, width};
+    launch_expert_tiles<Tile64x64, false>(ctx, p, args_of(of, A, x.by_token), N * of.k, ExpertRowsStore(a.h, width));
+    of.more = {a.h, a.B, width, width, B};
+}
+void expert_lora_backward(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which,
+                          float* dA, float* dB, bf16* dh, const ExpertInput& dy, const ExpertInput& x, int N) {
+    const Linear<bf16>& W = experts[0].*which;
+    const Adapter<bf16>& a = W.adapter;
+    expert_lora_down(ctx, of, experts, which, x, N); // forward did not keep h
+    if (!a.rank) return;
+    const int width = (int)a.width();
+    const size_t A = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.adapter.A; });
+    const size_t B = of.more.apart, number = sizeof(bf16);
+    const StreamArgs p = {dy.at, nullptr, nullptr, nullptr, 0, a.B, 0, W.out(), width};
+    launch_expert_tiles<Tile64x64, true>(ctx, ExpertColumns{p, width}, args_of(of, B, dy.by_token), N * of.k,
+                                         ExpertRowsStore(dh, width));
+    weight_product(ctx, {dy.at, dy.by_token, W.out()}, {a.h, false, width}, of, ExpertLoraUpEpilogue(dB, W), B / number);
+    weight_product(ctx, {dh, false, width}, {x.at, x.by_token, W.in}, of, ExpertAddEpilogue(dA, W.in), A / number);
+    of.more = {dh, a.A, width, W.in, A};
+}
+
+void experts_backward_gpu(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in, const Layer<bf16>& layer,
+                          const Routed<bf16>& to, int N, int k, bool normed) {
     const std::vector<Expert<bf16>>& experts = layer.experts;
     const int E = (int)experts.size(), C = layer.router.in;
-    if (!Optional::experts_backward(ctx, d, hidden, rows, gate_up, experts, to, N, k))
-        experts_backward_by(ctx, d, hidden, rows, gate_up, experts, to, N, k,
+    if (!Optional::experts_backward(ctx, d, in, experts, to, N, k))
+        experts_backward_by(ctx, d, in, experts, to, N, k,
                             [&](auto which, const bf16* dy, int first, int columns, ExpertsArgs of, auto epilogue) {
             const Linear<bf16>& W = plain_experts(of, experts, which);
             const StreamArgs p = {dy, nullptr, nullptr, nullptr, 0, W.w[0] + first, 0, W.out(), columns};

@@ -6,6 +6,24 @@
 #include "qwen3.cu" // emulation includes what it needs
 #endif
 
+// ---- experts_backward, for an adapter of down: hidden times the pair's share, in the order of `pair`. A warp a pair, a
+// lane every 32nd four of M. Bound by memory bandwidth: 6 bytes a number of M.
+template <class R>
+__global__ void __launch_bounds__(256) expert_hidden_kernel(bf16* hidden, const bf16* gate_up, R to, int E, int M) {
+    let_next_start();
+    wait_for_previous();
+    const int i = blockIdx.x * 8 + threadIdx.x / 32;
+    if (i >= to.first[E]) return; // (pairs of spare rows are in no expert's list)
+    const float share = to.share[to.pair[i]];
+    for (int f = threadIdx.x % 32 * 4; f < M; f += 128) {
+        const uint2 g = *(const uint2*)(gate_up + (size_t)i * 2 * M + f);
+        const uint2 u = *(const uint2*)(gate_up + (size_t)i * 2 * M + M + f);
+        const auto times = [&](float g, float u) { return share * g / (1 + exp2_fast(-LOG2E * g)) * u; };
+        store_four(hidden + (size_t)i * M + f, make_float4(times(low(g.x), low(u.x)), times(high(g.x), high(u.x)),
+                                                           times(low(g.y), low(u.y)), times(high(g.y), high(u.y))));
+    }
+}
+
 // ---- experts_backward, between its two products: of a pair the gradients of its share and of gate and up. Rows of
 // gate_up and dgate_up have the order of `pair`; dhidden and dshare are numbered by pair. A warp a pair, a lane every
 // 32nd four of M. Bound by memory bandwidth: 10 bytes a number of M.

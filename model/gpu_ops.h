@@ -139,10 +139,17 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
                                 int in);
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
                                 const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
-// d.share, d.scores and d.normed of a layer whose experts and router are not trained; d.gate_up, d.sum and `hidden`
-// (N k, M) are scratch, `rows` is expert_mlp_gpu's.
-void experts_backward_gpu(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* rows, const bf16* gate_up,
-                          const Layer<bf16>& layer, const Routed<bf16>& to, int N, int k, bool normed);
+// Of a layer and its forward pass, for experts_backward_gpu: x (N,C), gate_up (N k, 2M); hidden (N k, M) and rows, as
+// expert_mlp_gpu's, are scratch. The first expert's gradients of adapters; the others' lie as their numbers do.
+struct ExpertsBackward {
+    const bf16 *x, *gate_up;
+    bf16 *hidden, *rows;
+    float *up_A, *up_B, *down_A, *down_B;
+};
+// d.share, d.scores and d.normed, and the gradients of the experts' adapters; d.gate_up, d.h and d.sum are scratch. The
+// router is not trained.
+void experts_backward_gpu(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in, const Layer<bf16>& layer,
+                          const Routed<bf16>& to, int N, int k, bool normed);
 void balance_loss_gpu(Context& ctx, double* total, float* slope, const Config& c, const Activations<bf16>& a,
                       const Batch& b, double weight, double scale);
 void lora_backward_weight_gpu(Context& ctx, float* dA, const bf16* dh, const bf16* x, const Linear<bf16>& W, int N);

@@ -94,7 +94,7 @@ void Flow<T>::plan(Arena& arena, const Config& c, int N, int rank, int rows, boo
     delta = arena.take<acc<T>>((size_t)N * c.H);
     gate_up = arena.take<T>((size_t)N * 2 * c.width());
     hidden = gpu ? nullptr : arena.take<T>((size_t)N * c.width());
-    h = arena.take<T>((size_t)N * 3 * rank);
+    h = arena.take<T>((size_t)N * (gpu && c.E ? std::max(3, 2 * c.k) : 3) * rank);
     head_rows = rows;
     logits = (acc<T>*)arena.take<uint8_t>((size_t)rows * c.V * (gpu ? sizeof(T) : sizeof(acc<T>)));
     factor = arena.take<acc<T>>(rows);

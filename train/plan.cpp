@@ -16,6 +16,7 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     params.plan_gradients(arena);
     part("gradients and moments", before), before = arena.used;
     h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
+    expert_h = arena.take<T>(ctx.gpu && adapts_experts() ? (size_t)N * c.k * 2 * params.rank : 0);
     kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
     const size_t scratch = arena.used;
     a.plan_training(arena, c, N, o.recompute, ample, (bool)ctx.gpu);
@@ -115,7 +116,10 @@ template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<
 // Points the adapters at their h and masks.
 template <class T> void Trainer<T>::fill() {
     if (!o.full) {
-        each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) { linear.adapter.h = h + at.h * loader.most_tokens; });
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+            const bool of_expert = module_numbered(linear.adapter.module[0], c.L).expert >= 0;
+            linear.adapter.h = ctx.gpu && of_expert ? expert_h : h + at.h * loader.most_tokens;
+        });
         each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
     }
     std::vector<A> angles((size_t)positions() * c.D);

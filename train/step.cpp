@@ -22,9 +22,12 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
     if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
         DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
-    if (ctx.gpu && c.E && (o.full || o.lora.targets[GATE_PROJ] || o.lora.targets[UP_PROJ] || o.lora.targets[DOWN_PROJ]))
-        DIE("%s: %s of a mixture of experts is trained on the CPU only (--device cpu); a GPU trains --targets q,k,v,o",
-            file.path.c_str(), o.full ? "all" : "an adapter of gate, up or down");
+    if (ctx.gpu && c.E && o.full)
+        DIE("%s: --full: a mixture of experts is trained on the CPU only (--device cpu); a GPU trains adapters of it",
+            file.path.c_str());
+    if (ctx.gpu && adapts_experts() && o.dropout > 0)
+        DIE("%s: a GPU trains adapters of experts without dropout: --dropout 0, or --targets q,k,v,o (or --device cpu)",
+            file.path.c_str());
     if (!o.full && o.dropout > 0 && (int64_t)MODULES * c.L * (c.E + 1) > 1 << 16)
         DIE("%s: --dropout: more than 2^16 modules", file.path.c_str());
     if (c.balance > 0 && (o.preference || o.grpo))

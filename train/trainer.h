@@ -64,7 +64,7 @@ template <class T> struct Trainer {
     Activations<T> a;
     Flow<T> d;
     KVCache<T> kv;
-    T* h;               // of all adapters
+    T *h, *expert_h;    // of all adapters; on a GPU those of experts have one of their own, (N k, 2 rank)
     uint32_t* kept;     // ... and dropout's masks of their inputs, on a GPU
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
     double* results;    // loss and gradient norm of the step; with --teacher sums of divergence and agreement
@@ -153,6 +153,10 @@ template <class T> struct Trainer {
     void plan_distillation();
     void plan_answers(size_t scratch);
     int positions() const { return std::max(loader.longest, questions.positions); } // of a sequence
+    bool adapts_experts() const {
+        const bool* on = o.lora.targets;
+        return c.E && !o.full && (on[GATE_PROJ] || on[UP_PROJ] || on[DOWN_PROJ]);
+    }
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 

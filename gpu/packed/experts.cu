@@ -2,7 +2,7 @@
 // the backward products: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
 #include "gpu/packed/few.h"
 #include "gpu/packed/unpack.h"
-#include "model/expert_products.h"
+#include "gpu/products/experts.h"
 #include "qwen3.cu"
 
 template <class F> struct PackedExperts : PackedArgs {
@@ -111,10 +111,10 @@ bool Optional::experts(Context& ctx, float* out, bf16* gate_up, bf16* hidden, fl
     return true;
 }
 
-bool Optional::experts_backward(Context& ctx, const Flow<bf16>& d, bf16* hidden, bf16* y, const bf16* gate_up,
+bool Optional::experts_backward(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in,
                                 const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k) {
     if (are_plain(experts)) return false;
-    experts_backward_by(ctx, d, hidden, y, gate_up, experts, to, N, k,
+    experts_backward_by(ctx, d, in, experts, to, N, k,
                         [&](auto which, const bf16* dy, int first, int columns, ExpertsArgs of, auto epilogue) {
         const Linear<bf16>& W = packed_experts(of, experts, which);
         with_packing(W, [&](auto format) {

@@ -157,18 +157,52 @@ TEST_CASE("expert_mlp: few and many tokens, experts with none and with all, in p
         }
 }
 
-TEST_CASE("experts_backward: experts with no and with all tokens, spare rows, shares normed and not; the same bits twice") {
+// Adapters of gate, up and down of all experts, in the order in which train_lora keeps them: every A, then every B.
+struct ExpertAdapters {
+    int rank, E, C, M;
+    std::vector<bf16> numbers, host_h;
+    Device<bf16> copy, h;
+    std::vector<float> gradient;
+    Device<float> device_gradient;
+    size_t of_A() const { return (size_t)rank * (2 * C + M); }
+    size_t of_B() const { return (size_t)rank * (2 * 2 * M + C); }
+    // Where an expert's A and B of gate_up or of down begin.
+    size_t A(int e, bool down) const { return e * of_A() + (down ? (size_t)2 * rank * C : 0); }
+    size_t B(int e, bool down) const { return E * of_A() + e * of_B() + (down ? (size_t)2 * M * 2 * rank : 0); }
+    ExpertAdapters(Random& random, TwoExperts& W, int rank, int N, int k)
+        : rank(rank), E((int)W.host.size()), C(W.host[0].gate_up.in), M(W.host[0].down.in), numbers(random.fill<bf16>(E * (of_A() + of_B()), 0.3)), host_h((size_t)N * 2 * rank),
+          copy(numbers.size()), h((size_t)N * k * 2 * rank), gradient(numbers.size()), device_gradient(gradient) {
+        for (int e = 0; e < E; e++) // gate's rows of B have zeros in up's columns, and up's in gate's
+            for (int r = 0; r < 2 * M; r++)
+                for (int i = 0; i < rank; i++) numbers[B(e, false) + (size_t)r * 2 * rank + (r < M ? rank : 0) + i] = to_bf16(0);
+        copy.replace(numbers);
+        for (auto [to, from, its_h] : {std::tuple(&W.host, (bf16*)numbers.data(), (bf16*)host_h.data()), {&W.device, (bf16*)copy, (bf16*)h}})
+            for (int e = 0; e < E; e++)
+                for (bool down : {false, true}) {
+                    Adapter<bf16>& a = (down ? (*to)[(size_t)e].down : (*to)[(size_t)e].gate_up).adapter;
+                    a.rank = a.true_rank = rank, a.modules = down ? 1 : 2, a.block[1] = 1, a.s = 2;
+                    a.A = from + A(e, down), a.B = from + B(e, down), a.h = its_h;
+                }
+    }
+};
+
+TEST_CASE("experts_backward: experts with no and with all tokens, spare rows, shares normed and not, adapters; the same bits twice") {
     Random random{9};
-    const struct { int E, k, C, M, N; bool same, normed; } shapes[] = {
-        {8, 2, 256, 64, 1, false, true}, {128, 8, 128, 64, 3, false, true}, {128, 8, 64, 32, 8, true, false}, {16, 4, 192, 72, 17, false, true}, {64, 8, 64, 32, 100, false, true},
-        {8, 2, 136, 40, 70, true, true}, {8, 1, 64, 32, 700, false, false}, {8, 8, 64, 64, 300, false, true}, {16, 2, 320, 136, 500, false, true}, {8, 2, 3200, 8, 4500, false, true}};
+    const struct { int E, k, C, M, N; bool same, normed; int rank; } shapes[] = {
+        {8, 2, 256, 64, 1, false, true, 0}, {128, 8, 128, 64, 3, false, true, 0}, {128, 8, 64, 32, 8, true, false, 0}, {16, 4, 192, 72, 17, false, true, 0}, {64, 8, 64, 32, 100, false, true, 0},
+        {8, 2, 136, 40, 70, true, true, 0}, {8, 1, 64, 32, 700, false, false, 0}, {8, 8, 64, 64, 300, false, true, 0}, {16, 2, 320, 136, 500, false, true, 0}, {8, 2, 3200, 8, 4500, false, true, 0},
+        {8, 2, 64, 32, 1, false, true, 8}, {8, 2, 136, 40, 70, true, true, 8}, {16, 4, 192, 72, 17, false, true, 24}, {16, 2, 320, 136, 500, false, true, 40}, {8, 2, 3200, 8, 4500, false, true, 8}};
     for (auto& shape : shapes) {
-        const int E = shape.E, k = shape.k, C = shape.C, M = shape.M, N = shape.N;
+        const int E = shape.E, k = shape.k, C = shape.C, M = shape.M, N = shape.N, rank = shape.rank;
         const size_t pairs = (size_t)N * k;
-        const std::string text = format("E %d k %d C %d M %d N %d same %d normed %d", E, k, C, M, N, shape.same, shape.normed);
+        const std::string text = format("E %d k %d C %d M %d N %d same %d normed %d rank %d", E, k, C, M, N, shape.same, shape.normed, rank);
         INFO(text);
         Scratchpad pad;
-        const TwoExperts W(random, E, C, M);
+        TwoExperts W(random, E, C, M);
+        ExpertAdapters adapters(random, W, std::max(rank, 8), N, k);
+        for (auto* list : {&W.host, &W.device})
+            for (Expert<bf16>& one : *list)
+                if (!rank) one.gate_up.adapter = one.down.adapter = {};
         const Matrix router(random, {E}, C);
         Layer<bf16> host_layer, layer;
         host_layer.experts = W.host, layer.experts = W.device, host_layer.router = router.host, layer.router = router.device;
@@ -204,28 +238,59 @@ TEST_CASE("experts_backward: experts with no and with all tokens, spare rows, sh
         std::vector<float> sum((size_t)N * C), share(pairs), slopes = slope;
         Flow<bf16> d = {};
         d.y = y.data(), d.normed = normed.data(), d.gate_up = dgate_up.data(), d.hidden = dhidden.data(), d.rows = drows.data(), d.sum = sum.data(), d.share = share.data(), d.scores = scores.data(), d.slope = slopes.data();
-        Gradients<bf16>::OfLayer none;
-        none.experts.resize((size_t)E);
-        experts_backward<bf16>(cpu(), host_layer, s, d, none, N, k, shape.normed);
+        std::vector<bf16> dh((size_t)N * 2 * adapters.rank);
+        d.h = dh.data();
+        Gradients<bf16>::OfLayer gradients;
+        gradients.experts.resize((size_t)E);
+        for (int e = 0; e < E; e++)
+            for (bool down : {false, true}) {
+                auto& to = down ? gradients.experts[(size_t)e].down : gradients.experts[(size_t)e].gate_up;
+                to.A = &adapters.gradient[adapters.A(e, down)], to.B = &adapters.gradient[adapters.B(e, down)];
+            }
+        adapters.gradient[3] = 5, adapters.gradient.back() = 7; // (they are added to)
+        const std::vector<float> before = adapters.gradient;
+        experts_backward<bf16>(cpu(), host_layer, s, d, gradients, N, k, shape.normed);
         // On the GPU, twice. hidden and rows are scratch there.
         const Device<bf16> device_gate_up(gate_up), device_y(dy);
         const Device<float> device_slope(slope);
         std::vector<bf16> first_normed;
-        std::vector<float> first_share;
+        std::vector<float> first_share, first_gradient;
+        const Device<bf16> device_x(x);
+        { // forward, with gate_up
+            Device<bf16> kept(pairs * 2 * M), its_hidden(pairs * M);
+            Device<float> scratch(expert_scratch(N, C, k)), its_out(std::vector<float>((size_t)N * C));
+            expert_mlp_gpu(pad.ctx, its_out, kept, its_hidden, (bf16*)scratch.data, its_out, device_x, W.device, to.view(), N, k);
+            const auto got = its_out.get();
+            const auto got_kept = kept.get();
+            double different = 0, size = 0, kept_different = 0, kept_size = 0;
+            for (size_t i = 0; i < got.size(); i++) different += std::pow((double)got[i] - out[i], 2), size += std::pow((double)out[i], 2);
+            for (size_t i = 0; i < (size_t)host.first[(size_t)E] * 2 * M; i++)
+                kept_different += std::pow((double)to_acc(got_kept[i]) - to_acc(gate_up[i]), 2), kept_size += std::pow((double)to_acc(gate_up[i]), 2);
+            INFO("forward " << std::sqrt(different / size) << " gate_up " << std::sqrt(kept_different / kept_size));
+            CHECK(std::sqrt(different / size) < 0.004);
+            CHECK(std::sqrt(kept_different / kept_size) < 0.002);
+        }
         for (bool again : {false, true}) {
             Device<bf16> device_hidden(pairs * M), device_dgate_up(pairs * 2 * M), device_normed((size_t)N * C), device_scores((size_t)N * E);
             Device<float> scratch(expert_scratch(N, C, k)), device_sum((size_t)N * C), device_share(pairs);
+            Device<bf16> device_dh(pairs * 2 * adapters.rank);
+            adapters.device_gradient.replace(before);
+            float* const dW = adapters.device_gradient;
+            const ExpertsBackward in = {device_x, device_gate_up, device_hidden, (bf16*)scratch.data, dW + adapters.A(0, false), dW + adapters.B(0, false), dW + adapters.A(0, true), dW + adapters.B(0, true)};
             Flow<bf16> g = {};
+            g.h = device_dh;
             g.y = device_y, g.normed = device_normed, g.gate_up = device_dgate_up, g.sum = device_sum, g.share = device_share, g.scores = device_scores, g.slope = device_slope;
-            experts_backward_gpu(pad.ctx, g, device_hidden, (bf16*)scratch.data, device_gate_up, layer, to.view(), N, k, shape.normed);
+            experts_backward_gpu(pad.ctx, g, in, layer, to.view(), N, k, shape.normed);
+            const auto got_gradient = adapters.device_gradient.get();
             const auto got = device_normed.get(), got_scores = device_scores.get();
             const auto got_share = device_share.get(), got_sum = device_sum.get();
             if (again) {
                 CHECK(same_bits(got, first_normed));
                 CHECK(same_bits(got_share, first_share));
+                CHECK(same_bits(got_gradient, first_gradient));
                 continue;
             }
-            first_normed = got, first_share = got_share;
+            first_normed = got, first_share = got_share, first_gradient = got_gradient;
             // Both round dhidden and hidden to bf16, in sums of another order: now and then to its neighbour, 1 / 128 of it
             // away. Such differences add up as their squares do.
             auto off = [&](size_t count, auto is, auto want, auto counts) {
@@ -240,6 +305,17 @@ TEST_CASE("experts_backward: experts with no and with all tokens, spare rows, sh
             const double of_scores = off(scores.size(), [&](size_t i) { return to_acc(got_scores[i]); }, [&](size_t i) { return to_acc(scores[i]); }, all);
             const double of_normed = off(normed.size(), [&](size_t i) { return to_acc(got[i]); }, [&](size_t i) { return to_acc(normed[i]); }, all);
             INFO("share " << of_share << " sum " << of_sum << " scores " << of_scores << " dx " << of_normed);
+            if (!rank) CHECK(same_bits(got_gradient, before));
+            for (int part = 0; part < 4 && rank; part++) { // A and B, of gate_up and of down
+                const bool down = part % 2;
+                const size_t n = (size_t)rank * (part < 2 ? down ? M : 2 * C : down ? C : 2 * 2 * M);
+                auto number = [&](const std::vector<float>& all) {
+                    return [&, n, part](size_t i) { return all[(part < 2 ? adapters.A((int)(i / n), part % 2) : adapters.B((int)(i / n), part % 2)) + i % n]; };
+                };
+                const double of_part = off(n * (size_t)E, number(got_gradient), number(adapters.gradient), all);
+                INFO("gradient " << part << ": " << of_part);
+                CHECK(of_part < 0.012);
+            }
             CHECK(of_share < 0.003);
             CHECK(of_sum < 0.008);
             CHECK(of_scores < 0.006);
@@ -400,13 +476,18 @@ void check_training(const std::string& model, const std::function<void(TrainOpti
     CHECK(again.losses == device.losses);
 }
 
-TEST_CASE("training a mixture of experts: gradients and losses near fp32's, the same bits twice and with --recompute; dropout; the load-balancing loss") {
+TEST_CASE("training a mixture of experts: gradients and losses near fp32's, the same bits twice and with --recompute; dropout; the load-balancing loss; adapters of experts") {
     const Scratch s, balanced;
     const std::string model = synthesized(s);
     check_training(model);
     check_training(synthesized(balanced, 3, R"(, "output_router_logits": true, "router_aux_loss_coef": 0.5)"));
+    const auto all_targets = [](TrainOptions& o) { std::fill(o.lora.targets, o.lora.targets + MODULES, true); };
+    check_training(model, all_targets);
     const Rows rows(s);
     const ModelFile file(model);
+    const Curve<bf16> all(file, *rows.data, gpu(), all_targets), all_recomputed(file, *rows.data, gpu(), [&](TrainOptions& o) { all_targets(o), o.recompute = true; });
+    CHECK(same_bits(all.gradient, all_recomputed.gradient));
+    CHECK(all.losses == all_recomputed.losses);
     for (float dropout : {0.f, 0.2f}) {
         const Curve<bf16> kept(file, *rows.data, gpu(), [&](TrainOptions& o) { o.dropout = dropout; });
         const Curve<bf16> recomputed(file, *rows.data, gpu(), [&](TrainOptions& o) { o.dropout = dropout, o.recompute = true; });
@@ -431,6 +512,7 @@ TEST_CASE("training a mixture of experts in INT4, INT8 and FP8 (QLoRA)") {
         INFO(r.err);
         REQUIRE(r.status == 0);
         check_training(s / "packed.bin");
+        check_training(s / "packed.bin", [](TrainOptions& o) { std::fill(o.lora.targets, o.lora.targets + MODULES, true); });
     }
 }
 #endif
@@ -500,8 +582,8 @@ TEST_CASE("training a mixture of experts: a state resumes to the same bits; --gr
         change(o);
         CHECK_THROWS_WITH_AS(Trainer<bf16>(o, gpu(), file, *rows.data, nullptr), doctest::Contains(text), Error);
     };
-    refused([](TrainOptions& o) { o.full = true; }, "all of a mixture of experts is trained on the CPU only");
-    refused([](TrainOptions& o) { o.lora.targets[DOWN_PROJ] = true; }, "an adapter of gate, up or down of a mixture of experts is trained on the CPU only");
+    refused([](TrainOptions& o) { o.full = true; }, "a mixture of experts is trained on the CPU only");
+    refused([](TrainOptions& o) { o.lora.targets[DOWN_PROJ] = true, o.dropout = 0.1f; }, "a GPU trains adapters of experts without dropout");
 }
 
 TEST_CASE("experts: what the GPU cannot do is one line") {

@@ -60,7 +60,7 @@ template <class To, class From> std::vector<To> converted(const std::vector<From
 }
 } // namespace
 
-TEST_CASE("expert_swiglu_backward_kernel, add_pairs_kernel: gradients of gate, up and share; the sum of a token's pairs") {
+TEST_CASE("expert_swiglu_backward_kernel, expert_hidden_kernel, add_pairs_kernel: gradients of gate, up and share; the sum of a token's pairs") {
     Random random{3};
     const struct { int N, E, k, M; } shapes[] = {{1, 8, 2, 8}, {5, 8, 8, 40}, {21, 16, 4, 136}, {9, 40, 1, 264}};
     for (auto& shape : shapes) {
@@ -93,6 +93,13 @@ TEST_CASE("expert_swiglu_backward_kernel, add_pairs_kernel: gradients of gate, u
                 }
             }
             for (int i = 0; i < k && N > 1; i++) wrong += dshare[(size_t)((N - 1) * k + i)] != -3; // the spare row's
+            CHECK(wrong == 0);
+            std::vector<bf16> shared((size_t)N * k * M, to_bf16(-3)); // hidden times share
+            launch(dim3((unsigned)(N * k + 7) / 8), dim3(256), [&] { expert_hidden_kernel(shared.data(), gate_up.data(), to.view(), shape.E, M); });
+            for (int i = 0; i < N * k * M; i++) {
+                const double want = i < pairs * M ? to.share[(size_t)to.pair[(size_t)(i / M)]] * hidden[(size_t)i] : -3;
+                wrong += !(std::fabs(to_acc(shared[(size_t)i]) - want) <= std::fabs(want) / 255 + 1e-6);
+            }
             CHECK(wrong == 0);
             // Columns 8 to 103 of C.
             const std::vector<bf16> dx = random.fill<bf16>((size_t)N * k * 96);
