@@ -327,7 +327,8 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
     each_scratch_part<float>(N, C, k, [&](int first, int n) {
         of.more.W = B + (size_t)first * of.more.n;
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
-        launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
+        launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N, (n + 511) / 512), 128, 0, out, residual, y, to, k, C, first,
+               n);
     });
 }
 
