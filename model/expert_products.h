@@ -86,8 +86,9 @@ template <class Stages, class Weights> struct ExpertCopies { // of W's stages, i
     __device__ __forceinline__ void copy(int step) { stages.copy_w(step); }
 };
 
-// ---- Few tokens an expert: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that share
-// an expert's rows of W, places of 8 M pairs). No weight is read before the previous kernels have ended: they choose.
+// ---- Few tokens an expert: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that
+// share an expert's rows of W, places of 8 M pairs). No weight is read before the previous kernels have ended: they
+// choose.
 template <class Weights, int TILES, int M, class Epilogue>
 __global__ void __launch_bounds__(ExpertStream<Weights, TILES, Epilogue::PAIR>::WARPS * 32, 2)
 expert_stream_kernel(Weights p, ExpertsArgs of, Epilogue epilogue) {
@@ -229,7 +230,8 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
         p.more_W = (const bf16*)((const uint8_t*)of.more.W + rows.e * of.more.apart);
     }
     const TilePlace<S, PAIR> at(p, blockIdx.x, 0);
-    const ExpertStages<S, W_COLS, PAIR> stages(p, at, (shared_address(memory) + Walk::ALIGN - 1) & ~(Walk::ALIGN - 1u), rows, of);
+    const uint32_t shared = (shared_address(memory) + Walk::ALIGN - 1) & ~(Walk::ALIGN - 1u);
+    const ExpertStages<S, W_COLS, PAIR> stages(p, at, shared, rows, of);
     ExpertCopies<ExpertStages<S, W_COLS, PAIR>, typename Bare<Weights>::Type> of_w(stages, weights);
     float sum[S::MF][S::NF][4] = {};
     Walk::template run<S, W_COLS>(sum, stages, [&](int step) {
@@ -253,7 +255,8 @@ void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, 
            S::THREADS, S::SHARED + Walk::ALIGN - 128, p, of, epilogue);
 }
 
-// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out). N tokens.
+// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out). N
+// tokens.
 template <bool W_COLS, class Weights, class Epilogue>
 void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
     const int pairs = N * of.k, each = pairs / of.E; // on average
@@ -286,9 +289,9 @@ size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16
     return step;
 }
 
-// Adapters of experts (model/experts.cu). Their h, or dh, dA and dB; `of` gets their columns, with h (of `first` on) and
-// s B, or dh and A; without an adapter none. x and dy, the input and the gradient of the output of W's rows, have the
-// order of `pair`, or are by token.
+// Adapters of experts (model/experts.cu). Their h, or dh, dA and dB; `of` gets their columns, with h (of `first` on)
+// and s B, or dh and A; without an adapter none. x and dy, the input and the gradient of the output of W's rows, have
+// the order of `pair`, or are by token.
 struct ExpertInput {
     const bf16* at;
     bool by_token;
@@ -304,7 +307,8 @@ inline ExpertsArgs experts_args(const std::vector<Expert<bf16>>& experts, const 
     if (C % 8 || M % 8) DIE("experts of (%d,%d): the GPU's kernels take multiples of 8", M, C);
     return {to.first, to.pair, (int)experts.size(), k, true};
 }
-// Calls use(first, n) for parts of the C columns that the outputs of all pairs have: as many as the scratch, of T, holds.
+// Calls use(first, n) for parts of the C columns that the outputs of all pairs have: as many as the scratch, of T,
+// holds.
 template <class T, class Use> void each_scratch_part(int N, int C, int k, Use use) {
     const size_t columns = expert_scratch(N, C, k) * sizeof(float) / sizeof(T) / ((size_t)N * k);
     const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
@@ -327,14 +331,14 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
     each_scratch_part<float>(N, C, k, [&](int first, int n) {
         of.more.W = B + (size_t)first * of.more.n;
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
-        launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N, (n + 511) / 512), 128, 0, out, residual, y, to, k, C, first,
-               n);
+        const dim3 grid(N, (n + 511) / 512);
+        launch(ctx, add_shares_kernel<Routed<bf16>>, grid, 128, 0, out, residual, y, to, k, C, first, n);
     });
 }
 
-// experts_backward, the experts' part: d.share and d.sum, and adapters' gradients. product(which, dy, first, columns, of,
-// epilogue): dy W, with columns `first` on of each expert's matrix. The product with down takes dout without the share.
-// Its adapter has the share in the input instead, hidden times share, which is in d.gate_up's memory until then.
+// experts_backward, the experts' part: d.share and d.sum, and adapters' gradients. product(which, dy, first, columns,
+// of, epilogue): dy W, with columns `first` on of each expert's matrix. The product with down takes dout without the
+// share. Its adapter has the share in the input instead, hidden times share, which is in d.gate_up's memory until then.
 template <class Product>
 void experts_backward_by(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in,
                          const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k,

@@ -44,8 +44,8 @@ struct WeightRows {
     bool by_token;
     int columns;
 };
-// dA and dB: dW_e += a^T b over the pairs of expert e: tile_kernel's loop, both operands in columns. Grid: (tiles of dW,
-// experts). Copies gather the rows of tokens.
+// dA and dB: dW_e += a^T b over the pairs of expert e: tile_kernel's loop, both operands in columns. Grid: (tiles of
+// dW, experts). Copies gather the rows of tokens.
 template <class S, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, 1)
 expert_weight_kernel(WeightRows a, WeightRows b, ExpertsArgs of, Epilogue epilogue, size_t apart) {
@@ -136,7 +136,8 @@ void expert_lora_backward(Context& ctx, ExpertsArgs& of, const std::vector<Exper
     const StreamArgs p = {dy.at, nullptr, nullptr, nullptr, 0, a.B, 0, W.out(), width};
     launch_expert_tiles<Tile64x64, true>(ctx, ExpertColumns{p, width}, args_of(of, B, dy.by_token), N * of.k,
                                          ExpertRowsStore(dh, width));
-    weight_product(ctx, {dy.at, dy.by_token, W.out()}, {a.h, false, width}, of, ExpertLoraUpEpilogue(dB, W), B / number);
+    weight_product(ctx, {dy.at, dy.by_token, W.out()}, {a.h, false, width}, of, ExpertLoraUpEpilogue(dB, W),
+                   B / number);
     weight_product(ctx, {dh, false, width}, {x.at, x.by_token, W.in}, of, ExpertAddEpilogue(dA, W.in), A / number);
     of.more = {dh, a.A, width, W.in, A};
 }

@@ -12,8 +12,8 @@
 #endif
 
 // ---- route: after the product p = scores. A block of 128 threads a token. An expert is chosen if fewer than k have a
-// larger p; the first warp lists the chosen, and groups the pairs of a token that is alone. Shared memory: E floats and E
-// flags. Bound by latency: E^2 / 128 compares.
+// larger p; the first warp lists the chosen, and groups the pairs of a token that is alone. Shared memory: E floats and
+// E flags. Bound by latency: E^2 / 128 compares.
 template <class R>
 __global__ void __launch_bounds__(128) choose_kernel(R to, const int* seq, int E, int k, bool normed) {
     SHARED_FLOATS(shared);
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(128) choose_kernel(R to, const int* seq, int E
     if (lane < k) to.share[(size_t)n * k + lane] = share / all;
 }
 
-// ---- Pairs by expert, of several tokens: a block of up to 1,024 threads an expert, whose warps go through a part of the
-// pairs each, in order: first to count those of earlier experts and their own, then to write their own. Bound by
+// ---- Pairs by expert, of several tokens: a block of up to 1,024 threads an expert, whose warps go through a part of
+// the pairs each, in order: first to count those of earlier experts and their own, then to write their own. Bound by
 // latency.
 template <class R> __global__ void __launch_bounds__(1024) group_kernel(R to, int pairs, int E) {
     __shared__ int earlier[32], own[32]; // of each warp's part

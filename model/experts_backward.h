@@ -6,8 +6,8 @@
 #include "qwen3.cu" // emulation includes what it needs
 #endif
 
-// ---- experts_backward, for an adapter of down: hidden times the pair's share, in the order of `pair`. A warp a pair, a
-// lane every 32nd four of M. Bound by memory bandwidth: 6 bytes a number of M.
+// ---- experts_backward, for an adapter of down: hidden times the pair's share, in the order of `pair`. A warp a pair,
+// a lane every 32nd four of M. Bound by memory bandwidth: 6 bytes a number of M.
 template <class R>
 __global__ void __launch_bounds__(256) expert_hidden_kernel(bf16* hidden, const bf16* gate_up, R to, int E, int M) {
     let_next_start();
@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(256) expert_swiglu_backward_kernel(bf16* dgate
 }
 
 // ---- experts_backward, after its last product: sum[n] = sum_j dx[n k + j], in columns from `first` on, of which dx
-// holds ld. A block of 128 threads a token, a thread every 128th four. Bound by memory bandwidth: 2 k + 4 bytes a number.
+// holds ld. A block of 128 threads a token, a thread every 128th four. Bound by memory bandwidth: 2 k + 4 bytes a
+// number.
 template <class R>
 __global__ void __launch_bounds__(128) add_pairs_kernel(float* sum, const bf16* dx, R to, int k, int C, int first,
                                                         int ld) {

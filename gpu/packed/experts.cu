@@ -1,5 +1,5 @@
-// gpu/packed/experts.cu: experts with packed weights. Few tokens: packed_kernel's loads in expert_stream_kernel. More, and
-// the backward products: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
+// gpu/packed/experts.cu: experts with packed weights. Few tokens: packed_kernel's loads in expert_stream_kernel. More,
+// and the backward products: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
 #include "gpu/packed/few.h"
 #include "gpu/packed/unpack.h"
 #include "gpu/products/experts.h"
@@ -28,8 +28,8 @@ __device__ inline void store_chunk(uint32_t shared, const uint4& v) { // PTX ISA
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-// As TileStages::copy_w; numbers are rounded as unpack_kernel rounds them (FP8: but for ties of the two words of a scale).
-// The packed bytes of the next step are requested before this step's products.
+// As TileStages::copy_w; numbers are rounded as unpack_kernel rounds them (FP8: but for ties of the two words of a
+// scale). The packed bytes of the next step are requested before this step's products.
 template <class Stages, class F> struct ExpertCopies<Stages, PackedExperts<F>> {
     static constexpr int COUNT = decltype(Stages::cw)::COUNT;
     const Stages& stages;

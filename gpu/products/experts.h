@@ -45,7 +45,8 @@ struct WgmmaWalk {
 
 // As launch_expert_tiles, for `each` pairs an expert. False: not on this GPU, or too few pairs.
 template <bool W_COLS, class Weights, class Epilogue>
-bool Optional::expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, const Epilogue& epilogue) {
+bool Optional::expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs,
+                            const Epilogue& epilogue) {
     constexpr bool PLAIN = std::is_base_of_v<StreamArgs, Weights>;
     const int each = pairs / of.E;
     if (!ctx.gpu->hopper || ctx.invariant || (PLAIN && each < 40)) return false;
