@@ -97,7 +97,8 @@ void Trainer<T>::add_rows(const Dataset& from, const std::vector<size_t>& list, 
             loss_backward(ctx, c, w, a, d, to, loss, loader.named, loader.target, scale, b.N, R);
             RUN(add_losses, results, loss, R);
             if (to && c.balance > 0) // weighted by the batch's part of the step's trained tokens
-                balance_loss(ctx, results, d.slope, c, a, b, (double)c.balance * R, (double)c.balance * R / (double)all);
+                balance_loss(ctx, results, d.slope, c, a, b, (double)c.balance * R,
+                             (double)c.balance * R / (double)all);
         }
         params.last_batch = first + o.batch >= list.size();
         if (to) backward(ctx, c, w, b, a, d, *to, kv, rope);

@@ -48,14 +48,16 @@ static size_t chat(const Config& c, int context, Format format = Format::PLAIN) 
     return weights(c, format) + arena.used + (size_t)context * c.D * 4 + (size_t)rows * (4 * c.V + 2 * c.C) + SCRATCH;
 }
 
-// Trainer's plan, for batches of `batch` rows that feed 512 tokens each; rank 0 trains all parameters.
+// Trainer's plan, for batches of `batch` rows that feed 512 tokens each; rank 0 trains all parameters. Of a mixture of
+// experts attention has adapters (--targets q,k,v,o).
 static size_t training(const Config& c, int batch, int rank, bool recompute, Format format = Format::PLAIN) {
     const size_t HD = (size_t)c.H * c.D, KD = (size_t)c.K * c.D, C = c.C, F = c.F, L = c.L, r = rank;
     // Every A, and every B with the zeros beside its blocks: (in, out, modules) of the products qkv, o, gate and up, down.
     const size_t products[4][3] = {{C, HD + 2 * KD, 3}, {HD, C, 1}, {C, 2 * F, 2}, {F, C, 1}};
     size_t count = 0, width = 0;
     size_t masks = 0; // of dropout
-    for (auto& [in, out, modules] : products) {
+    for (int i = 0; i < (c.E ? 2 : 4); i++) {
+        const auto& [in, out, modules] = products[i];
         count += L * modules * r * (in + out), width += L * modules * r;
         if (rank) masks += (recompute ? 1 : L) * DropoutMasks::size((int)modules, (int)in, (size_t)batch * 512) * 4;
     }
@@ -65,7 +67,7 @@ static size_t training(const Config& c, int batch, int rank, bool recompute, For
     Flow<bf16> d;
     KVCache<bf16> kv;
     const int N = batch * 512;
-    a.plan_training(arena, c, N, recompute);
+    a.plan_training(arena, c, N, recompute, false, true);
     d.plan(arena, c, N, rank, std::min(N, Trainer<bf16>::gpu_head_rows(!rank)), true);
     kv.plan(arena, c, (size_t)N / PAGE + batch, true);
     const size_t model = rank ? weights(c, format) : 0; // (without LoRA the parameters are in `count`)
@@ -80,7 +82,7 @@ static void packed_table() {
         for (Format f : {Format::INT8, Format::INT4}) printf(" %6.2f", weights(c, f) / GB);
         for (Format f : {Format::INT8, Format::INT4}) printf(" %10.1f", chat(c, 4096, f) / GB);
         for (Format f : {Format::INT8, Format::INT4})
-            if (!c.E) printf(" %16.1f", training(c, 16, 16, true, f) / GB);
+            printf(" %16.1f", training(c, 16, 16, true, f) / GB);
         printf("\n");
     }
 }
@@ -96,13 +98,9 @@ static void readme_table() {
         const Config c = config_of(s);
         std::string row = format("| %s |", s.name);
         for (Format f : {Format::PLAIN, Format::INT8, Format::INT4}) row += cell(chat(c, 4096, f));
-        if (c.E) { // experts are trained on the CPU
-            puts((row + " CPU | CPU | CPU | CPU |").c_str());
-            continue;
-        }
         row += cell(training(c, 16, 32, false));
         for (Format f : {Format::PLAIN, Format::INT4}) row += cell(training(c, 1, 32, true, f));
-        puts((row + cell(training(c, 1, 0, true))).c_str());
+        puts((row + (c.E ? " CPU |" : cell(training(c, 1, 0, true)))).c_str());
     }
 }
 
@@ -111,7 +109,8 @@ int main() {
     for (const Size& s : SIZES) {
         const Config c = config_of(s);
         if (c.E) {
-            printf("%-4s %13.1f %13.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB);
+            printf("%-4s %13.1f %13.1f %9.1f %21.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB,
+                   training(c, 16, 32, false) / GB, training(c, 1, 32, true) / GB);
             continue;
         }
         printf("%-4s %16.1f %13.1f %9.1f %21.1f %9.1f %21.1f\n", s.name, chat(c, 4096) / GB, chat(c, 40960) / GB,
