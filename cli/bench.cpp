@@ -1,7 +1,7 @@
 // cli/bench.cpp: the speed of prompts and of decoding, beside the ceilings of this machine.
 #include "cli/bench.h"
 #include "base/options.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "model/cpu.h"
 #include "model/device.h"
 #include "qwen3.cu"
@@ -125,9 +125,11 @@ void bench(const Options& o, const LoadedModel& model) {
     const auto opened = model.open(std::max(prompts.back(), positions.back() + steps));
     Conversation& session = *opened;
 
-    // Every matrix is read once a step, but the embedding only if it is the head.
-    const double matrices = (double)parameters(c) - (c.tied ? 0. : (double)c.V * c.C);
-    const double weight_bytes = (double)model.step_bytes();
+    // Every matrix is read once a step, but the embedding only if it is the head, and of a token the chosen experts only.
+    double matrices = (double)parameters(c) - (c.tied ? 0. : (double)c.V * c.C);
+    for (int l = 0; l < c.L; l++)
+        if (c.sparse(l)) matrices -= (double)(c.E - c.k) * 3 * c.M * c.C;
+    const double weight_bytes = (double)model.step_bytes(c.k), all_bytes = (double)model.step_bytes(c.E);
     const double key_bytes = (double)model.token_bytes();
     const double head = (double)c.V * c.C, per_key = 4. * c.L * c.H * c.D;
 
@@ -140,7 +142,7 @@ void bench(const Options& o, const LoadedModel& model) {
     for (int length : prompts) {
         const double flops = 2 * (matrices - head) + per_key * length / 2 + 2 * head / length;
         const double rate = time_prompt(session, length);
-        rows.push_back({"prompt", length, rate, weight_bytes / length, flops, ceiling.read / rate});
+        rows.push_back({"prompt", length, rate, all_bytes / length, flops, ceiling.read / rate});
     }
     session.rewind(0);
     auto progress = std::make_unique<Progress>();

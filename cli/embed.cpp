@@ -3,7 +3,7 @@
 #include "base/file.h"
 #include "base/json_lines.h"
 #include "base/options.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "cli/screen.h"
 #include "model/pace.h"
 #include "search/embed.h"

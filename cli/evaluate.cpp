@@ -4,7 +4,7 @@
 #include "base/options.h"
 #include "cli/answer.h"
 #include "cli/perplexity.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "cli/questions.h"
 #include "cli/screen.h"
 #include "model/pace.h"

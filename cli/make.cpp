@@ -2,7 +2,7 @@
 #include "cli/make.h"
 #include "base/file.h"
 #include "base/options.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "base/text.h"
 #include "model/gguf_write.h"
 #include "model/model_file.h"

@@ -2,7 +2,7 @@
 #include "cli/perplexity.h"
 #include "base/file.h"
 #include "base/options.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "model/device.h"
 #include "model/pace.h"
 #include "sj.h"

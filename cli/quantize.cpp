@@ -2,7 +2,7 @@
 #include "cli/quantize.h"
 #include "base/file.h"
 #include "base/options.h"
-#include "cli/progress.h"
+#include "base/progress.h"
 #include "model/device.h"
 #include "model/model_file.h"
 #include "model/pace.h"

@@ -9,6 +9,7 @@
 
 struct AttentionArgs; // qwen3.cu, Book II, has these
 struct AttentionBackward;
+struct ExpertsArgs; // model/expert_products.h
 struct TileArgs;
 template <class T> struct Weights; // Book I
 
@@ -38,6 +39,9 @@ struct Optional {
     template <class Use> static void parts(Context& ctx, const Linear<bf16>& W, bool columns, Use use);
     // Calls use(rows) with W's rows if it is packed: rows.run(y, r, k, W.in) reads RUN numbers of row r from k on.
     template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
+    // A product of many pairs with their experts' weights: on Hopper.
+    template <bool W_COLS, class Weights, class Epilogue>
+    static bool expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, const Epilogue& epilogue);
     // expert_mlp with packed weights, and the experts' part of experts_backward; y: see expert_scratch.
     static bool experts(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float* y, const float* residual,
                         const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);

@@ -6,13 +6,14 @@
 // at equal distances in memory (Weights::upload), so a kernel takes the first one and these distances.
 //
 // Weights: StreamArgs (bf16), or a packed format's arguments. For these a source defines ExpertStream, go_to and
-// copy_expert_w.
+// ExpertCopies.
 #pragma once
 #ifdef QWEN3_GPU
 #include "model/experts.h"
 #include "model/experts_backward.h"
 #include "qwen3.cu"
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 
@@ -69,21 +70,25 @@ struct ExpertColumns : StreamArgs { // of a transposed product y = x W: W (in, l
 template <class Weights> struct Adapted : Weights {}; // ... and `more` of ExpertsArgs
 template <class Weights> constexpr bool ADAPTED = false;
 template <class Weights> constexpr bool ADAPTED<Adapted<Weights>> = true;
+template <class Weights> struct Bare { using Type = Weights; };
+template <class Weights> struct Bare<Adapted<Weights>> { using Type = Weights; };
 template <class Weights, int TILES, bool PAIR> struct ExpertStream;
 template <int TILES, bool PAIR> struct ExpertStream<StreamArgs, TILES, PAIR> {
     using Loads = StreamWeights<TILES, PAIR>;
-    static constexpr int STEP = 32, IN_FLIGHT = STREAM_LOADS, WARPS = 12;
+    static constexpr int STEP = 32, WARPS = 12;
 };
 __device__ inline void go_to(StreamArgs& p, const ExpertsArgs& of, int e) { // expert e's weights
     p.W = (const bf16*)((const uint8_t*)p.W + e * of.apart[0]);
 }
-template <class Stages>
-__device__ __forceinline__ void copy_expert_w(const Stages& stages, const StreamArgs&, int step) {
-    stages.copy_w(step);
-}
+template <class Stages, class Weights> struct ExpertCopies { // of W's stages, in order
+    const Stages& stages;
+    __device__ ExpertCopies(const Stages& stages, const Weights&) : stages(stages) {}
+    __device__ __forceinline__ void copy(int step) { stages.copy_w(step); }
+};
 
-// ---- Up to 16 tokens: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that share an
-// expert's rows of W, experts at most). No weight is read before the previous kernels have ended: they choose.
+// ---- Few tokens an expert: stream_kernel's loop (see there) for the experts that have tokens. Grid: (blocks that
+// share an expert's rows of W, places of 8 M pairs). No weight is read before the previous kernels have ended: they
+// choose.
 template <class Weights, int TILES, int M, class Epilogue>
 __global__ void __launch_bounds__(ExpertStream<Weights, TILES, Epilogue::PAIR>::WARPS * 32, 2)
 expert_stream_kernel(Weights p, ExpertsArgs of, Epilogue epilogue) {
@@ -92,7 +97,7 @@ expert_stream_kernel(Weights p, ExpertsArgs of, Epilogue epilogue) {
     extern __shared__ float shared[];
     let_next_start();
     wait_for_previous();
-    const ExpertRows rows = expert_rows<STREAM_TOKENS>(of.first, of.E);
+    const ExpertRows rows = expert_rows<8 * M>(of.first, of.E);
     if (!rows.n) return;
     go_to(p, of, rows.e);
     p.N = rows.n;
@@ -143,11 +148,15 @@ void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pa
     constexpr int TILES = 2;
     using Stream = ExpertStream<Weights, TILES, Epilogue::PAIR>;
     const int groups = (p.out + Stream::Loads::ROWS - 1) / Stream::Loads::ROWS;
-    const int steps = (p.in + Stream::STEP - 1) / Stream::STEP, places = most_places(pairs, of.E, STREAM_TOKENS);
-    const int warps = std::min(Stream::WARPS, std::max(4, steps * TILES / Stream::IN_FLIGHT));
+    const int steps = (p.in + Stream::STEP - 1) / Stream::STEP, places = most_places(pairs, of.E, 8 * M);
+    // As few warps as do a group's steps in the fewest rounds of loads.
+    const int loads = (steps + Stream::Loads::LOADS - 1) / Stream::Loads::LOADS;
+    const int rounds = (loads + Stream::WARPS - 1) / Stream::WARPS, warps = std::max(4, (loads + rounds - 1) / rounds);
     p.steps = (steps + warps - 1) / warps;
+    // The blocks of the experts that have tokens, if the pairs' experts are random, fill the multiprocessors once.
     const int resident = ctx.gpu->sms * (2 * Stream::WARPS / warps);
-    const int blocks = std::min(groups, std::max(1, resident / places));
+    const double chosen = of.E * (1 - std::pow(1 - 1.0 / of.E, pairs)), some = std::max({1.0, chosen, (double)of.k});
+    const int blocks = std::min(groups, std::max(1, (int)(resident / some)));
     launch(ctx, expert_stream_kernel<Weights, TILES, M, Epilogue>, dim3(blocks, places), warps * 32,
            2 * (size_t)warps * TILES * M * 64 * sizeof(float), p, of, epilogue);
 }
@@ -156,6 +165,7 @@ void launch_expert_stream(Context& ctx, Weights p, const ExpertsArgs& of, int pa
 // the rows of W, places of S::TOKENS pairs). Copies of x gather the tokens of the pairs.
 template <class S, bool W_COLS, bool PAIR> struct ExpertStages : TileStages<S, false, W_COLS, PAIR> {
     using Base = TileStages<S, false, W_COLS, PAIR>;
+    static constexpr bool COLS = W_COLS, PAIRS = PAIR;
     using Copy = TileCopy<S::TOKENS, false, S::THREADS>;
     int row[Copy::COUNT]; // of x, for each of this thread's copies
     __device__ ExpertStages(const TileArgs& p, const TilePlace<S, PAIR>& at, uint32_t shared, const ExpertRows& rows,
@@ -186,7 +196,21 @@ template <class S, bool W_COLS, bool PAIR> struct ExpertStages : TileStages<S, f
     }
 };
 
-template <class S, bool W_COLS, class Weights, class Epilogue>
+// How a block walks along `in`: copy(step) starts the copies of a step, or none past the end.
+struct MmaWalk {
+    static constexpr int ALIGN = 128; // of the stages
+    template <class S, bool W_COLS, class Stages, class Copy>
+    __device__ __forceinline__ static void run(float (&sum)[S::MF][S::NF][4], const Stages& stages, Copy copy) {
+        #pragma unroll
+        for (int s = 0; s < S::STAGES - 1; s++) copy(stages.at.first + s), commit_copies();
+        walk_ring<S::STAGES>(stages.at.first, stages.at.last, copy, [&](int step) {
+            multiply_stage<S, false, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+        });
+        wait_for_copies<0>();
+    }
+};
+
+template <class S, bool W_COLS, class Walk, class Weights, class Epilogue>
 __global__ void __launch_bounds__(S::THREADS, 1)
 expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     constexpr bool PAIR = Epilogue::PAIR;
@@ -206,47 +230,46 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
         p.more_W = (const bf16*)((const uint8_t*)of.more.W + rows.e * of.more.apart);
     }
     const TilePlace<S, PAIR> at(p, blockIdx.x, 0);
-    const ExpertStages<S, W_COLS, PAIR> stages(p, at, shared_address(memory), rows, of);
-    const auto copy_all = [&](int step) {
-        if constexpr (ADAPTED<Weights>) if (at.more(step)) return stages.copy_more(step, of.more.ld);
-        copy_expert_w(stages, weights, step);
-        stages.copy_x(step);
-    };
-    #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++) copy_all(at.first + s), commit_copies();
+    const uint32_t shared = (shared_address(memory) + Walk::ALIGN - 1) & ~(Walk::ALIGN - 1u);
+    const ExpertStages<S, W_COLS, PAIR> stages(p, at, shared, rows, of);
+    ExpertCopies<ExpertStages<S, W_COLS, PAIR>, typename Bare<Weights>::Type> of_w(stages, weights);
     float sum[S::MF][S::NF][4] = {};
-    const auto copy = [&](int step) {
-        if (step < at.last) copy_all(step);
-    };
-    walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
-        multiply_stage<S, false, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+    Walk::template run<S, W_COLS>(sum, stages, [&](int step) {
+        if (step >= at.last) return;
+        if constexpr (ADAPTED<Weights>) if (at.more(step)) return stages.copy_more(step, of.more.ld);
+        of_w.copy(step);
+        stages.copy_x(step);
     });
-    wait_for_copies<0>();
     const int first = at.r0 + S::warp_row();
     #pragma unroll
     for (int i = 0; i < S::MF; i++)
         #pragma unroll
         for (int h = 0; h < 2; h++) finish_row<S>(sum[i], h, at.token(i, h), first, p.N, p.out, epilogue);
 }
-template <class S, bool W_COLS, class Weights, class Epilogue>
+template <class S, bool W_COLS, class Walk = MmaWalk, class Weights, class Epilogue>
 void launch_expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, Epilogue epilogue) {
     const int rows = Epilogue::PAIR ? 2 * p.out : p.out, places = most_places(pairs, of.E, S::TOKENS);
     if (places > 65535)
         DIE("experts: %d pairs in one step; the GPU's grid ends at 65,535 places of %d", pairs, S::TOKENS);
-    launch(ctx, expert_tile_kernel<S, W_COLS, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places),
-           S::THREADS, S::SHARED, p, of, epilogue);
+    launch(ctx, expert_tile_kernel<S, W_COLS, Walk, Weights, Epilogue>, dim3((rows + S::ROWS - 1) / S::ROWS, places),
+           S::THREADS, S::SHARED + Walk::ALIGN - 128, p, of, epilogue);
 }
 
-// A product of N tokens' pairs with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out).
+// A product of the pairs' rows with their experts' W, (out,in) or with PAIR (2 out, in); with W_COLS (in,out). N
+// tokens.
 template <bool W_COLS, class Weights, class Epilogue>
 void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N, Epilogue epilogue) {
     const int pairs = N * of.k, each = pairs / of.E; // on average
-    if (of.more.n) return launch_expert_tiles<Tile64x128, W_COLS>(ctx, Adapted<Weights>{p}, of, pairs, epilogue);
-    if constexpr (!W_COLS) if (N <= STREAM_TOKENS && !ctx.invariant) {
-        if (N <= 8) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
+    if (of.more.n) {
+        if (Optional::expert_tiles<W_COLS>(ctx, Adapted<Weights>{p}, of, pairs, epilogue)) return;
+        return launch_expert_tiles<Tile64x128, W_COLS>(ctx, Adapted<Weights>{p}, of, pairs, epilogue);
+    }
+    if constexpr (!W_COLS) if ((N <= STREAM_TOKENS || each < 10) && !ctx.invariant) {
+        if (N <= 8 || each < 4) return launch_expert_stream<1>(ctx, p, of, pairs, epilogue);
         return launch_expert_stream<2>(ctx, p, of, pairs, epilogue);
     }
-    if (each >= 96 || ctx.invariant) return launch_expert_tiles<Tile128x128, W_COLS>(ctx, p, of, pairs, epilogue);
+    if (Optional::expert_tiles<W_COLS>(ctx, p, of, pairs, epilogue)) return;
+    if (each >= 192 || ctx.invariant) return launch_expert_tiles<Tile128x128, W_COLS>(ctx, p, of, pairs, epilogue);
     if (each >= 40) return launch_expert_tiles<Tile64x128, W_COLS>(ctx, p, of, pairs, epilogue);
     return launch_expert_tiles<Tile32x64, W_COLS>(ctx, p, of, pairs, epilogue);
 }
@@ -266,9 +289,9 @@ size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16
     return step;
 }
 
-// Adapters of experts (model/experts.cu): their h; or h, dh, dA and dB. `of` gets further columns, h and s B, or dh and
-// A; without an adapter none. x, the input of W, and dy, the gradient of its output, are by token, or have the order of
-// `pair`.
+// Adapters of experts (model/experts.cu). Their h, or dh, dA and dB; `of` gets their columns, with h (of `first` on)
+// and s B, or dh and A; without an adapter none. x and dy, the input and the gradient of the output of W's rows, have
+// the order of `pair`, or are by token.
 struct ExpertInput {
     const bf16* at;
     bool by_token;
@@ -284,7 +307,8 @@ inline ExpertsArgs experts_args(const std::vector<Expert<bf16>>& experts, const 
     if (C % 8 || M % 8) DIE("experts of (%d,%d): the GPU's kernels take multiples of 8", M, C);
     return {to.first, to.pair, (int)experts.size(), k, true};
 }
-// Calls use(first, n) for parts of the C columns of all pairs' outputs: as many of T as the scratch holds.
+// Calls use(first, n) for parts of the C columns that the outputs of all pairs have: as many as the scratch, of T,
+// holds.
 template <class T, class Use> void each_scratch_part(int N, int C, int k, Use use) {
     const size_t columns = expert_scratch(N, C, k) * sizeof(float) / sizeof(T) / ((size_t)N * k);
     const int most = columns < (size_t)C ? (int)(columns / 128 * 128) : C;
@@ -307,13 +331,14 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
     each_scratch_part<float>(N, C, k, [&](int first, int n) {
         if (B) of.more.W = B + (size_t)first * of.more.n;
         product(&Expert<bf16>::down, hidden, first, n, of, ExpertStore<float>(y, to.pair, n));
-        launch(ctx, add_shares_kernel<Routed<bf16>>, dim3(N), 128, 0, out, residual, y, to, k, C, first, n);
+        const dim3 grid(N, (n + 511) / 512);
+        launch(ctx, add_shares_kernel<Routed<bf16>>, grid, 128, 0, out, residual, y, to, k, C, first, n);
     });
 }
 
 // experts_backward, the experts' part: d.share and d.sum, and adapters' gradients. product(which, dy, first, columns,
 // of, epilogue): dy W, with columns `first` on of each expert's matrix. The product with down takes dout without the
-// share. Its adapter has the share in its input instead: hidden times share, which d.gate_up holds until then.
+// share. Its adapter has the share in the input instead, hidden times share, which is in d.gate_up's memory until then.
 template <class Product>
 void experts_backward_by(Context& ctx, const Flow<bf16>& d, const ExpertsBackward& in,
                          const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k,

@@ -12,7 +12,7 @@ void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linea
         stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], b.N, W.in, E}, scores);
     else launch_tiles<Tile64x64>(ctx, {x, W.w[0], b.N, W.in, E}, scores);
     launch(ctx, choose_kernel<Routed<bf16>>, dim3(b.N), 128, (size_t)E * 8, out, b.seq, E, k, normed);
-    launch(ctx, group_kernel<Routed<bf16>>, dim3((E + 7) / 8), 256, 0, out, b.N * k, E);
+    if (b.N > 1) launch(ctx, group_kernel<Routed<bf16>>, E, b.N * k > 2048 ? 1024 : 256, 0, out, b.N * k, E);
 }
 
 // The first expert's matrix, and the others' distance in `of`.

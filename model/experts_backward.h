@@ -58,7 +58,8 @@ __global__ void __launch_bounds__(256) expert_swiglu_backward_kernel(bf16* dgate
 }
 
 // ---- experts_backward, after its last product: sum[n] = sum_j dx[n k + j], in columns from `first` on, of which dx
-// holds ld. A block of 128 threads a token, a thread every 128th four. Bound by memory bandwidth: 2 k + 4 bytes each.
+// holds ld. A block of 128 threads a token, a thread every 128th four. Bound by memory bandwidth: 2 k + 4 bytes a
+// number.
 template <class R>
 __global__ void __launch_bounds__(128) add_pairs_kernel(float* sum, const bf16* dx, R to, int k, int C, int first,
                                                         int ld) {

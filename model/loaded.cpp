@@ -57,7 +57,7 @@ template <class T> std::unique_ptr<Conversation> LoadedAs<T>::open(int tokens) c
 }
 
 template <class T> const char* LoadedAs<T>::type_name() const { return ::type_name(weights); }
-template <class T> size_t LoadedAs<T>::step_bytes() const { return ::step_bytes(weights, (size_t)file.config.k); }
+template <class T> size_t LoadedAs<T>::step_bytes(int experts) const { return ::step_bytes(weights, (size_t)experts); }
 template <class T> size_t LoadedAs<T>::token_bytes() const {
     return KVCache<T>::bytes(file.config, 1, ctx.kv_fp8) / PAGE;
 }

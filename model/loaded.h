@@ -54,7 +54,7 @@ struct LoadedModel {
     virtual std::unique_ptr<Conversation> open(int tokens) const = 0;
 
     virtual const char* type_name() const = 0;    // of most of its numbers
-    virtual size_t step_bytes() const = 0;        // that a token's step reads of them
+    virtual size_t step_bytes(int experts) const = 0; // read by a step that chooses so many experts a layer
     virtual size_t token_bytes() const = 0;       // of a token's keys and values
     size_t number_bytes() const { return wide ? sizeof(float) : sizeof(bf16); }
 
@@ -71,7 +71,7 @@ template <class T> struct LoadedAs : LoadedModel {
     void decode_for_long() const override;
     std::unique_ptr<Conversation> open(int tokens) const override;
     const char* type_name() const override;
-    size_t step_bytes() const override;
+    size_t step_bytes(int experts) const override;
     size_t token_bytes() const override;
 };
 

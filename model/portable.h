@@ -19,6 +19,7 @@ struct Optional {
     template <class L, class Use> static void parts(Context&, const L& W, bool columns, Use use) {
         use(0, columns ? W.in : W.out(), W.w[0]);
     }
+    template <bool W_COLS, class... A> static bool expert_tiles(A&&...) { return false; }
     template <class... A> static bool experts(A&&...) { return false; }
     template <class... A> static bool experts_backward(A&&...) { return false; }
     template <class... A> static bool packed_rows(A&&...) { return false; }

@@ -24,7 +24,7 @@ template <class T, class F> void each_block(Session<T>& s, size_t n, F f) {
         }
 }
 
-// Bytes of a product's weights, and of all that one token's step reads.
+// Bytes of a product's weights, and of all that a step reads which chooses so many of a layer's experts.
 template <class T> size_t weight_bytes(const Linear<T>& W) {
     if (W.format == Format::PLAIN) return (size_t)W.out() * W.in * sizeof(T);
     if (W.format == Format::BLOCKS)
@@ -32,7 +32,7 @@ template <class T> size_t weight_bytes(const Linear<T>& W) {
     const size_t scale = W.format == Format::FP8 ? 4 : W.zero[0] ? 3 : 2, each = (size_t)W.group_rows;
     return (size_t)W.out() * W.row_bytes() + ((size_t)W.out() + each - 1) / each * (size_t)W.groups() * scale;
 }
-template <class T> size_t step_bytes(const Weights<T>& w, size_t chosen = 0) { // chosen: experts of a token, Config::k
+template <class T> size_t step_bytes(const Weights<T>& w, size_t chosen = 0) {
     size_t n = weight_bytes(w.head);
     for (auto& l : w.layers) {
         n += weight_bytes(l.qkv) + weight_bytes(l.o);

@@ -1,5 +1,6 @@
 // train/parameters.cpp: the trained parameters, their places, their division among ranks, and AdamW.
 #include "train/parameters.h"
+#include "base/progress.h"
 #include "model/adapters.h"
 #include "model/instances.h"
 #include <algorithm>
@@ -50,9 +51,14 @@ template <class T> std::vector<acc<T>> Parameters<T>::first_numbers() {
         for (size_t i = 0; i < n; i++) first[at + i] = number(from, i);
     };
     if (o.full) {
+        Progress progress;
         each_tensor([&](const ModelTensor& t, size_t at) { // as they are stored, not as T
             const Tensor& from = file.tensors.at(t.name());
+            #pragma omp parallel for schedule(static)
             for (size_t i = 0; i < t.size(); i++) first[at + i] = number(from, i);
+            if (ranks.rank == 0) progress.show(at + t.size(), count, [&](double) {
+                return format("%.2f of %.2f G parameters read", (double)(at + t.size()) / 1e9, (double)count / 1e9);
+            });
         });
     } else if (!o.adapter_init.empty()) {
         const AdapterFile adapter(o.adapter_init, c);
@@ -102,8 +108,10 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
 
 template <class T> void Parameters<T>::give_copies(T* to, const std::vector<A>& from) {
     std::vector<T> copies(count);
-    for (const Segment& s : segments)
+    for (const Segment& s : segments) {
+        #pragma omp parallel for schedule(static)
         for (size_t i = s.first; i < s.first + s.n; i++) copies[i] = to_stored<T>(from[i] * (A)s.copy);
+    }
     copy_in(ctx, to, copies.data(), count);
 }
 

@@ -1,18 +1,22 @@
-// gpu/packed/experts.cu: experts with packed weights. Up to 16 tokens: packed_kernel's loads in expert_stream_kernel.
-// More, and the backward products: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a
-// time.
+// gpu/packed/experts.cu: experts with packed weights. Few tokens: packed_kernel's loads in expert_stream_kernel. More,
+// and the backward products: expert_tile_kernel, whose copies of W unpack it to bf16, eight numbers a thread at a time.
 #include "gpu/packed/few.h"
 #include "gpu/packed/unpack.h"
-#include "model/expert_products.h"
+#include "gpu/products/experts.h"
 #include "qwen3.cu"
 
 template <class F> struct PackedExperts : PackedArgs {
     int column = 0; // of a transposed product: its first one
 };
 
+// INT4 in groups of 64 columns and more has twice packed_kernel's loads in flight: nothing is read ahead of the kernel.
+template <class F> struct MoreLoads : F {};
+template <> struct MoreLoads<PackedInt4<1>> : PackedInt4<1> {
+    static constexpr int LOADS = 8;
+};
 template <class F, int TILES, bool PAIR> struct ExpertStream<PackedExperts<F>, TILES, PAIR> {
-    using Loads = PackedWeights<F, TILES, PAIR>;
-    static constexpr int STEP = Loads::STEP, IN_FLIGHT = F::LOADS, WARPS = 8;
+    using Loads = PackedWeights<MoreLoads<F>, TILES, PAIR>;
+    static constexpr int STEP = Loads::STEP, WARPS = 8;
 };
 template <class F> __device__ inline void go_to(PackedExperts<F>& p, const ExpertsArgs& of, int e) {
     p.q += e * of.apart[0];
@@ -24,29 +28,55 @@ __device__ inline void store_chunk(uint32_t shared, const uint4& v) { // PTX ISA
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-// As TileStages::copy_w; numbers are rounded as unpack_kernel rounds them.
-template <class S, bool W_COLS, bool PAIR, class F>
-__device__ __forceinline__ void copy_expert_w(const ExpertStages<S, W_COLS, PAIR>& stages,
-                                              const PackedExperts<F>& weights, int step) {
-    const auto& cw = stages.cw;
-    const uint32_t to = stages.w_stage(step) + cw.offset;
-    const int number = stages.at.number(step);
-    #pragma unroll
-    for (int k = 0; k < cw.COUNT; k++) {
-        const int row = cw.row + k * cw.STEP; // of the stage
-        const int r = W_COLS ? number + row
-                             : PAIR ? stages.at.r0 / 2 + row / 32 * 16 + row % 16 : stages.at.r0 + row;
-        const int i = (W_COLS ? stages.at.r0 : number) + cw.chunk * 8; // column
-        uint4 v = {};
-        const bool inside = W_COLS ? r < weights.in && i < weights.out : r < weights.out && i < weights.in;
-        if (step < stages.at.last && inside) {
-            float y[8];
-            unpack_run<F>(y, weights, PAIR && row / 16 % 2 ? weights.out + r : r, i + (W_COLS ? weights.column : 0));
-            v = make_uint4(pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7]));
-        }
-        store_chunk(to + k * cw.STEP * 128, v);
+// As TileStages::copy_w; numbers are rounded as unpack_kernel rounds them (FP8: but for ties of the two words of a
+// scale). The packed bytes of the next step are requested before this step's products.
+template <class Stages, class F> struct ExpertCopies<Stages, PackedExperts<F>> {
+    static constexpr int COUNT = decltype(Stages::cw)::COUNT;
+    const Stages& stages;
+    const PackedExperts<F>& weights;
+    uint2 q[COUNT];
+    typename F::Raw scale[COUNT];
+    uint32_t zero[COUNT];
+
+    __device__ ExpertCopies(const Stages& stages, const PackedExperts<F>& weights) : stages(stages), weights(weights) {
+        request(stages.at.first);
     }
-}
+    __device__ __forceinline__ int column(int step) const { // of W, first of a chunk
+        return (Stages::COLS ? stages.at.r0 + weights.column : stages.at.number(step)) + stages.cw.chunk * 8;
+    }
+    __device__ __forceinline__ void request(int step) {
+        const auto& cw = stages.cw;
+        const int i = column(step), end = Stages::COLS ? weights.column + weights.out : weights.in;
+        #pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const int row = cw.row + k * cw.STEP; // of the stage
+            const int r = Stages::COLS    ? stages.at.number(step) + row
+                          : Stages::PAIRS ? stages.at.r0 / 2 + row / 32 * 16 + row % 16
+                                          : stages.at.r0 + row;
+            const int from = Stages::PAIRS && row / 16 % 2 ? weights.out + r : r;
+            const bool there = step < stages.at.last && i < end && r < (Stages::COLS ? weights.in : weights.out);
+            q[k] = uint2{}, scale[k] = typename F::Raw{}, zero[k] = 0;
+            if (!there) continue;
+            q[k] = *(const uint2*)(weights.q + (size_t)from * weights.row_bytes + F::byte(i));
+            scale[k] = ((const typename F::Raw*)weights.scale)[weights.template scale_at<F>(from, i)];
+            if (F::ZEROS) zero[k] = weights.template zero_at<F>(from, i);
+        }
+    }
+    __device__ __forceinline__ void copy(int step) {
+        const auto& cw = stages.cw;
+        const uint32_t to = stages.w_stage(step) + cw.offset;
+        const int upper = F::RUNS == 2 ? column(step) / 32 % 2 : 0;
+        #pragma unroll
+        for (int k = 0; k < COUNT; k++) { // past the ends the scale is zero, and so are the numbers
+            uint32_t words[F::WORDS];
+            F::scale_words(words, scale[k]);
+            const uint4 v = F::run(q[k], upper, zero[k]);
+            store_chunk(to + k * cw.STEP * 128, make_uint4(F::scaled(v.x, words), F::scaled(v.y, words),
+                                                           F::scaled(v.z, words), F::scaled(v.w, words)));
+        }
+        request(step + 1);
+    }
+};
 
 static bool are_plain(const std::vector<Expert<bf16>>& experts) {
     return experts[0].gate_up.format == Format::PLAIN && experts[0].down.format == Format::PLAIN;

@@ -1,6 +1,6 @@
 // Products of FP8 weights and FP8 activations beside bf16's and beside cuBLASLt's (e4m3, one scale a tensor, exact
 // sums; a yardstick here), as replays of a CUDA graph over weights that do not fit the L2 cache.
-//     build/bench_fp8 [products] [sweep]      (default: products)
+//     build/bench_fp8 [products] [sweep] [training]      (default: products)
 #include "gpu/gpu.h"
 #include "lab/timing.h"
 #include "model/fp8_activations.h"
@@ -163,6 +163,82 @@ static void sweep() {
         }
 }
 
+// The products of a training step of 64 x 512 tokens through the 0.6B, forward and by their input, for long enough that
+// the card is at its limit of power: in bf16, in e4m3 (dx by a copy of W transposed), and the rounding of the input.
+__global__ void uniform_kernel(bf16* p, size_t n, float most) { // in -most .. most
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+        p[i] = round_bf16(((float)philox(2, i, 0).v[0] * 0x1p-31f - 1) * most);
+}
+struct TrainingProduct {
+    static constexpr int N = 64 * 512;
+    const char* name;
+    int out, in; // forward, W is (out,in); dx = dy W of W (in,out)
+    bool forward;
+    bf16 *x = uniform((size_t)N * in, 1), *w = uniform((size_t)out * in, 0.05f), *y = array<bf16>((size_t)N * out);
+    E4M3Rows x8 = rows(N), w8 = rows(out);
+    float* scales = array<float>((size_t)(out / 128) * (in / 128));
+    TrainingProduct(const char* name, int out, int in, bool forward) : name(name), out(out), in(in), forward(forward) {
+        fill_kernel<<<16, 256, 0, ctx.gpu->stream>>>(scales, (size_t)(out / 128) * (in / 128), 1e-4f);
+        launch_round<true>(ctx, w8, w, out, in);
+        round();
+    }
+    static bf16* uniform(size_t n, float most) {
+        bf16* p = array<bf16>(n);
+        uniform_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(p, n, most);
+        return p;
+    }
+    E4M3Rows rows(int n) const {
+        return {array<uint8_t>((size_t)n * in), array<float>((size_t)(in / 128) * n), n};
+    }
+    double flop() const { return 2. * N * out * in; }
+    void plain() const {
+        Linear<bf16> W;
+        W.w[0] = w, W.rows[0] = forward ? out : in, W.in = forward ? in : out;
+        if (forward) linear_gpu(ctx, y, x, W, N);
+        else linear_backward_input_gpu(ctx, y, nullptr, nullptr, x, W, N);
+    }
+    void round() const { launch_round<true>(ctx, x8, x, N, in); }
+    void e4m3() const {
+        Linear<bf16> W;
+        W.format = Format::FP8, W.group = W.group_rows = FP8_GROUP, W.rows[0] = out, W.in = in;
+        W.q[0] = (const int8_t*)w8.q, W.scale[0] = scales;
+        e4m3_product(ctx, StoreEpilogue<bf16>(y, out), x8, W, N);
+    }
+};
+static void training() {
+    const TrainingProduct products[] = {{"qkv", 4096, 1024, true}, {"o", 1024, 2048, true}, {"gate, up", 6144, 1024, true},
+                                    {"down", 1024, 3072, true}, {"qkv dx", 1024, 4096, false},
+                                    {"o dx", 2048, 1024, false}, {"gate, up dx", 1024, 6144, false},
+                                    {"down dx", 3072, 1024, false}};
+    printf("us: bf16, e4m3, its rounding; TFLOP/s of bf16, e4m3\n");
+    for (const TrainingProduct& p : products) {
+        const int calls = (int)(4e13 / p.flop());
+        const double bf16_time = time_graph(calls, [&](int) { p.plain(); });
+        const double e4m3 = time_graph(calls, [&](int) { p.e4m3(); });
+        const double round = time_graph(calls, [&](int) { p.round(); });
+        printf("  %-12s %7.1f %7.1f %7.1f   %5.0f %5.0f\n", p.name, bf16_time * 1e6, e4m3 * 1e6, round * 1e6,
+               p.flop() / bf16_time / 1e12, p.flop() / e4m3 / 1e12);
+        fflush(stdout);
+    }
+    const auto layers = [&](const char* what, bool rounds, auto in_e4m3) { // all products of 28 layers
+        const double time = time_graph(28, [&](int) {
+            for (const TrainingProduct& p : products) {
+                if (rounds && in_e4m3(p)) p.round();
+                if (in_e4m3(p)) p.e4m3();
+                else p.plain();
+            }
+        });
+        printf("  28 layers, %-44s %6.1f ms\n", what, time * 28e3);
+        fflush(stdout);
+    };
+    for (int turn = 0; turn < 2; turn++) {
+        layers("bf16", false, [](const TrainingProduct&) { return false; });
+        layers("e4m3", false, [](const TrainingProduct&) { return true; });
+        layers("e4m3 with rounding", true, [](const TrainingProduct&) { return true; });
+        layers("e4m3 with rounding where out > 1,024", true, [](const TrainingProduct& p) { return p.out > 1024; });
+    }
+}
+
 int main(int argc, char** argv) {
     try {
         ctx = open_gpu(0);
@@ -173,6 +249,7 @@ int main(int argc, char** argv) {
         const std::set<std::string> asked(argv + 1, argv + argc);
         if (asked.empty() || asked.count("products")) products();
         if (asked.count("sweep")) sweep();
+        if (asked.count("training")) training();
         CUDA_CHECK(cudaDeviceSynchronize());
     } catch (const std::exception& e) {
         return fprintf(stderr, "bench_fp8: %s\n", e.what()), 1;

@@ -123,13 +123,14 @@ TEST_CASE("expert_mlp: few and many tokens, experts with none and with all, in p
             std::vector<bf16> gate_up((size_t)N * k * 2 * M), hidden((size_t)N * k * M), rows((size_t)N * C);
             std::vector<float> want((size_t)N * C), size((size_t)N * C);
             expert_mlp_cpu(cpu(), want.data(), gate_up.data(), hidden.data(), rows.data(), residual.data(), x.data(), W.host, host.view(), N, k);
-            // The effect of rounding hidden or its gate: g's relative change moves silu(g) by 1 + (1 - sigmoid(g)) |g| of it.
+            // Roundings by at most 2^-8 of a number: both sides' of hidden, the CPU's of up and of the gate g, which
+            // changes silu(g) by 1 + (1 - sigmoid(g)) |g| times as much.
             for (int i = 0; i < host.first[(size_t)E]; i++) {
                 const int pair = host.pair[(size_t)i];
                 const Linear<bf16>& down = W.host[(size_t)host.expert[(size_t)pair]].down;
                 for (int f = 0; f < M; f++) {
                     const float g = to_acc(gate_up[(size_t)i * 2 * M + f]), slope = 1 + std::fabs(g) / (1 + std::exp(g));
-                    const float by = host.share[(size_t)pair] * slope * std::fabs(to_acc(hidden[(size_t)i * M + f]));
+                    const float by = host.share[(size_t)pair] * (3 + slope) / 256 * std::fabs(to_acc(hidden[(size_t)i * M + f]));
                     for (int r = 0; r < C; r++) size[(size_t)(pair / k * C + r)] += by * std::fabs(down.at(r, f));
                 }
             }
@@ -139,7 +140,7 @@ TEST_CASE("expert_mlp: few and many tokens, experts with none and with all, in p
             const Device<float> dresidual(residual);
             expert_mlp_gpu(pad.ctx, out, nullptr, dhidden, (bf16*)y.data, dresidual, dx, W.device, to.view(), N, k);
             const auto got = out.get();
-            CHECK(wrong(got, as_double(want), [&](size_t i) { return size[i] / 128 + 1e-5; }) == 0);
+            CHECK(wrong(got, as_double(want), [&](size_t i) { return size[i] + 1e-5; }) == 0);
             expert_mlp_gpu(pad.ctx, again, nullptr, dhidden, (bf16*)y.data, again, dx, W.device, to.view(), N, k);
             CHECK(same_bits(again.get(), got));
             if (!invariant) continue;
@@ -400,7 +401,7 @@ TEST_CASE("experts in INT4, INT8 and FP8: the same, beside the same numbers in b
     const char* qwen3 = getenv("QWEN3");
     for (std::string how : {"int4", "int4 64", "int8", "fp8"}) {
         INFO(how);
-        Strings asked = {model, "--quantize", how.substr(0, 4), s / "packed.bin"};
+        Strings asked = {model, "--quantize", how.substr(0, 4), s / "packed.bin", "--overwrite"};
         if (how == "fp8") asked[2] = how;
         if (how[3] == '4') asked = asked + Strings{"--group", how == "int4" ? "32" : "64"};
         const Result r = Process(qwen3 ? qwen3 : "./qwen3", asked).wait();

@@ -285,6 +285,7 @@ TEST_CASE("pages on disk: a restarted engine answers to the bit as one that has 
             Job job = i < 4 ? random_job(random, 256) : jobs[(size_t)i - 4];
             for (int k = 0; i < 4 && k < 330; k++) job.prompt.push_back((k * (i + 3)) % 300);
             job.prompt.resize(330);
+            if (i < 4) job.prompt[0] = 250 + i; // no page in common
             job.alternatives = 3, job.max_tokens = 60, job.how.repeat = 1, job.how.presence = job.how.frequency = 0;
             jobs.push_back(job);
         }

@@ -1,11 +1,9 @@
-// cli/progress.h: progress of a long operation, on stderr.
+// base/progress.h: progress of a long operation, on stderr.
 #pragma once
 #include "base/error.h"
 #include <cstddef>
 #include <string>
 #include <unistd.h>
-
-namespace cli {
 
 // A line on stderr that is overwritten once a second; if stderr is not a terminal, a new one every half minute.
 struct Progress {
@@ -24,5 +22,3 @@ struct Progress {
   private:
     void tell(size_t done, size_t all, double now, const std::string& line);
 };
-
-} // namespace cli
