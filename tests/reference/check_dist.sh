@@ -91,9 +91,10 @@ for archive in "$dist"/qwen3-*-linux-aarch64.tar.gz; do
     mounted=
 done
 
-[ -e "$(echo "$dist"/qwen3-[0-9]*_x86_64.whl)" ] || exit 0
+wheel=$(find "$dist" -name 'qwen3-*_x86_64.whl' | sort | tail -n 1) # without CUDA, if both are there
+[ "$wheel" ] || exit 0
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q "$dist"/qwen3-[0-9]-*_x86_64.whl mypy
+"$work/venv/bin/pip" install -q "$wheel" mypy
 cat >"$work/use.py" <<'END'
 import json
 import sys
