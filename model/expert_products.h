@@ -199,12 +199,12 @@ template <class S, bool W_COLS, bool PAIR> struct ExpertStages : TileStages<S, f
 // How a block walks along `in`: copy(step) starts the copies of a step, or none past the end.
 struct MmaWalk {
     static constexpr int ALIGN = 128; // of the stages
-    template <class S, bool W_COLS, class Stages, class Copy>
+    template <class S, bool X_COLS, bool W_COLS, class Stages, class Copy>
     __device__ __forceinline__ static void run(float (&sum)[S::MF][S::NF][4], const Stages& stages, Copy copy) {
         #pragma unroll
         for (int s = 0; s < S::STAGES - 1; s++) copy(stages.at.first + s), commit_copies();
         walk_ring<S::STAGES>(stages.at.first, stages.at.last, copy, [&](int step) {
-            multiply_stage<S, false, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
+            multiply_stage<S, X_COLS, W_COLS>(sum, stages.x_stage(step), stages.w_stage(step));
         });
         wait_for_copies<0>();
     }
@@ -234,7 +234,7 @@ expert_tile_kernel(Weights weights, ExpertsArgs of, Epilogue epilogue) {
     const ExpertStages<S, W_COLS, PAIR> stages(p, at, shared, rows, of);
     ExpertCopies<ExpertStages<S, W_COLS, PAIR>, typename Bare<Weights>::Type> of_w(stages, weights);
     float sum[S::MF][S::NF][4] = {};
-    Walk::template run<S, W_COLS>(sum, stages, [&](int step) {
+    Walk::template run<S, false, W_COLS>(sum, stages, [&](int step) {
         if (step >= at.last) return;
         if constexpr (ADAPTED<Weights>) if (at.more(step)) return stages.copy_more(step, of.more.ld);
         of_w.copy(step);
@@ -274,9 +274,10 @@ void expert_product(Context& ctx, const Weights& p, const ExpertsArgs& of, int N
     return launch_expert_tiles<Tile32x64, W_COLS>(ctx, p, of, pairs, epilogue);
 }
 
+using WhichMatrix = Linear<bf16> Expert<bf16>::*;
 // The distance between the experts' arrays, in bytes, which must be equal; array(W): of one.
 template <class Array>
-size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, Linear<bf16> Expert<bf16>::*which, Array array) {
+size_t distance_of_experts(const std::vector<Expert<bf16>>& experts, WhichMatrix which, Array array) {
     const auto at = [&](size_t e) { return (const uint8_t*)array(experts[e].*which); };
     const size_t step = experts.size() > 1 ? (size_t)(at(1) - at(0)) : 0;
     for (size_t e = 0; e < experts.size(); e++) {
@@ -296,7 +297,6 @@ struct ExpertInput {
     const bf16* at;
     bool by_token;
 };
-using WhichMatrix = Linear<bf16> Expert<bf16>::*;
 void expert_lora_down(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which,
                       const ExpertInput& x, int N);
 void expert_lora_backward(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which,

@@ -9,15 +9,14 @@ void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linea
     if (W.format != Format::PLAIN) DIE("route: the router's weights are packed; the GPU's kernels take bfloat16");
     const StoreEpilogue<float> scores(out.p, E);
     if (b.N <= STREAM_TOKENS && !ctx.invariant)
-        stream_product(ctx, {x, nullptr, nullptr, nullptr, 0, W.w[0], b.N, W.in, E}, scores);
+        stream_product(ctx, StreamArgs::of(x, W.w[0], b.N, W.in, E), scores);
     else launch_tiles<Tile64x64>(ctx, {x, W.w[0], b.N, W.in, E}, scores);
     launch(ctx, choose_kernel<Routed<bf16>>, dim3(b.N), 128, (size_t)E * 8, out, b.seq, E, k, normed);
     if (b.N > 1) launch(ctx, group_kernel<Routed<bf16>>, E, b.N * k > 2048 ? 1024 : 256, 0, out, b.N * k, E);
 }
 
 // The first expert's matrix, and the others' distance in `of`.
-static const Linear<bf16>& plain_experts(ExpertsArgs& of, const std::vector<Expert<bf16>>& experts,
-                                         Linear<bf16> Expert<bf16>::*which) {
+static const Linear<bf16>& plain_experts(ExpertsArgs& of, const std::vector<Expert<bf16>>& experts, WhichMatrix which) {
     const Linear<bf16>& W = experts[0].*which;
     if (W.format != Format::PLAIN) DIE("experts on a GPU: packed, in a portable build");
     of.apart[0] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.w[0]; });
@@ -31,9 +30,7 @@ void expert_mlp_gpu(Context& ctx, float* out, bf16* gate_up, bf16* hidden, bf16*
     expert_mlp_by(ctx, out, gate_up, hidden, y, residual, x, experts, to, N, k,
                   [&](auto which, const bf16* x, int first, int rows, ExpertsArgs of, auto epilogue) {
         const Linear<bf16>& W = plain_experts(of, experts, which);
-        const bf16* const from = W.w[0] + (size_t)first * W.in;
-        const StreamArgs p = {x, nullptr, nullptr, nullptr, 0, from, 0, W.in, rows};
-        expert_product<false>(ctx, p, of, N, epilogue);
+        expert_product<false>(ctx, StreamArgs::of(x, W.w[0] + (size_t)first * W.in, 0, W.in, rows), of, N, epilogue);
     });
 }
 
@@ -74,13 +71,8 @@ expert_weight_kernel(WeightRows a, WeightRows b, ExpertsArgs of, Epilogue epilog
         copy_rows(stages.x_stage(step), stages.cx, a, step, at.n0);
         copy_rows(stages.w_stage(step), stages.cw, b, step, at.r0);
     };
-    #pragma unroll
-    for (int s = 0; s < S::STAGES - 1; s++) copy(at.first + s), commit_copies();
     float sum[S::MF][S::NF][4] = {};
-    walk_ring<S::STAGES>(at.first, at.last, copy, [&](int step) {
-        multiply_stage<S, true, true>(sum, stages.x_stage(step), stages.w_stage(step));
-    });
-    wait_for_copies<0>();
+    MmaWalk::run<S, true, true>(sum, stages, copy);
     #pragma unroll
     for (int i = 0; i < S::MF; i++)
         #pragma unroll
@@ -120,7 +112,7 @@ void expert_lora_down(Context& ctx, ExpertsArgs& of, const std::vector<Expert<bf
     const size_t A = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.adapter.A; });
     const size_t B = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.adapter.B; });
     if (a.dropout) DIE("adapters of experts on a GPU: with dropout");
-    const StreamArgs p = {x.at, nullptr, nullptr, nullptr, 0, a.A, 0, W.in, width};
+    const StreamArgs p = StreamArgs::of(x.at, a.A, 0, W.in, width);
     launch_expert_tiles<Tile64x64, false>(ctx, p, args_of(of, A, x.by_token), N * of.k, ExpertRowsStore(a.h, width));
     of.more = {a.h, a.B, width, width, B};
 }
@@ -133,7 +125,7 @@ void expert_lora_backward(Context& ctx, ExpertsArgs& of, const std::vector<Exper
     const int width = (int)a.width();
     const size_t A = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.adapter.A; });
     const size_t B = of.more.apart, number = sizeof(bf16);
-    const StreamArgs p = {dy.at, nullptr, nullptr, nullptr, 0, a.B, 0, W.out(), width};
+    const StreamArgs p = StreamArgs::of(dy.at, a.B, 0, W.out(), width);
     launch_expert_tiles<Tile64x64, true>(ctx, ExpertColumns{p, width}, args_of(of, B, dy.by_token), N * of.k,
                                          ExpertRowsStore(dh, width));
     weight_product(ctx, {dy.at, dy.by_token, W.out()}, {a.h, false, width}, of, ExpertLoraUpEpilogue(dB, W),
@@ -150,7 +142,7 @@ void experts_backward_gpu(Context& ctx, const Flow<bf16>& d, const ExpertsBackwa
         experts_backward_by(ctx, d, in, experts, to, N, k,
                             [&](auto which, const bf16* dy, int first, int columns, ExpertsArgs of, auto epilogue) {
             const Linear<bf16>& W = plain_experts(of, experts, which);
-            const StreamArgs p = {dy, nullptr, nullptr, nullptr, 0, W.w[0] + first, 0, W.out(), columns};
+            const StreamArgs p = StreamArgs::of(dy, W.w[0] + first, 0, W.out(), columns);
             expert_product<true>(ctx, ExpertColumns{p, W.in}, of, N, epilogue);
         });
     launch(ctx, route_backward_kernel<Routed<bf16>>, dim3(N), 128, (size_t)E * 4, d.scores, d.share, d.slope, to, E, k,

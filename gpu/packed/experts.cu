@@ -83,7 +83,7 @@ static bool are_plain(const std::vector<Expert<bf16>>& experts) {
 }
 // The first expert's matrix, and the others' distances in `of`.
 static const Linear<bf16>& packed_experts(ExpertsArgs& of, const std::vector<Expert<bf16>>& experts,
-                                          Linear<bf16> Expert<bf16>::*which) {
+                                          WhichMatrix which) {
     of.apart[0] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.q[0]; });
     of.apart[1] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.scale[0]; });
     of.apart[2] = distance_of_experts(experts, which, [](const Linear<bf16>& W) { return W.zero[0]; });

@@ -8,9 +8,9 @@
 // after its product began: at the barrier every warpgroup has waited for that product.
 struct WgmmaWalk {
     static constexpr int ALIGN = 1024; // the swizzle counts from multiples of it
-    template <class S, bool W_COLS, class Stages, class Copy>
+    template <class S, bool X_COLS, bool W_COLS, class Stages, class Copy>
     __device__ __forceinline__ static void run(float (&sum)[S::MF][S::NF][4], const Stages& stages, Copy copy) {
-        static_assert(S::MF == 1 && S::WARP_ROWS == S::ROWS, "a warp of a warpgroup has 16 pairs and all rows");
+        static_assert(!X_COLS && S::MF == 1 && S::WARP_ROWS == S::ROWS, "a warp has 16 pairs and all rows");
         if (threadIdx.x / 128 * 64 < (unsigned)stages.p.N) walk<S, W_COLS, true>(sum, stages, copy);
         else walk<S, W_COLS, false>(sum, stages, copy);
     }

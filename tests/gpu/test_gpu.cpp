@@ -592,7 +592,7 @@ TEST_CASE("products that no kernel can compute are refused") {
     CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
     p.splits = 0;
     CHECK_THROWS_AS(launch_tiles<Tile64x64>(pad.ctx, p, store), Error);
-    auto stream = [&](int N, int in) { stream_product(pad.ctx, {x, nullptr, nullptr, nullptr, 0, W, N, in, 64}, store); };
+    auto stream = [&](int N, int in) { stream_product(pad.ctx, StreamArgs::of(x, W, N, in, 64), store); };
     stream(16, 64);
     CHECK_THROWS_AS(stream(17, 64), Error);
     CHECK_THROWS_AS(stream(1, 60), Error);
@@ -628,7 +628,7 @@ TEST_CASE("the head with its likeliest ids on a GPU of many multiprocessors: rig
             const Device<Draw> ddraws(draws);
             const unsigned long long mark = 0xfeedfacefeedfaceull;
             Device<unsigned long long> best(std::vector<unsigned long long>((size_t)N * BEST_BLOCKS + guard, mark));
-            const StreamArgs head = {dx, nullptr, nullptr, nullptr, 0, W.device.w[0], N, C, V};
+            const StreamArgs head = StreamArgs::of(dx, W.device.w[0], N, C, V);
             const RowsDealt dealt = stream_product(pad.ctx, head, DrawEpilogue{{}, logits, (size_t)V, ddraws, nullptr, best});
             CHECK(dealt.blocks <= BEST_BLOCKS);
             std::vector<float> want((size_t)N * V);
