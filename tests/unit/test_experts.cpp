@@ -12,16 +12,6 @@ static float warp_sum(float x) {
     for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
     return x;
 }
-static float block_sum(float x) {
-    static float parts[32];
-    x = warp_sum(x);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    float sum = 0;
-    for (unsigned i = 0; i < blockDim.x / 32; i++) sum += parts[i];
-    return sum;
-}
 #define SHARED_FLOATS(name) float* name = (float*)dynamic_shared
 #include "model/experts.h"
 

@@ -6,16 +6,6 @@
 #include "model/balance.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
-template <class N> static N block_sum(N x) {
-    static N parts[32];
-    for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(~0u, x, lane);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();
-    N sum = 0;
-    for (unsigned i = 0; i < blockDim.x / 32; i++) sum += parts[i];
-    return sum;
-}
 #include "model/experts_backward.h"
 
 namespace {
