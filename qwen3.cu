@@ -1703,14 +1703,14 @@ template <class T> struct Output {
     __device__ T* of(int n, int r) const { return at + n * ld + r; }
 };
 struct Epilogue {
-    // Of the sums:
+    // The sums:
     static constexpr bool PAIR = false;          // W is (2 out, in), gate over up: a thread receives the sums of both
     static constexpr bool ADAPTS = true;         // W may have an adapter, see BesideAdapter
     static constexpr bool MASKS = false;         // `four`: dropout masks an adapter's sums (model/dropout_kernels.h)
     // On the way to the epilogue:
     static constexpr bool ADDS = false;          // the kernel loads a number early, for `second`
     static constexpr bool PARTS = false;         // sums become weights and parts of a softmax: section 13, head_loss
-    // Of the results:
+    // The results:
     static constexpr int OUTPUTS = 0;            // 0: `four` alone knows where its results go
     using Four = uint2;                          // four numbers of an output: bf16; with ADDS float4: float
     static constexpr bool ROUNDS = false;        // hopper_kernel stores output 0 as e4m3 too, in `rounded`

@@ -125,7 +125,7 @@ void bench(const Options& o, const LoadedModel& model) {
     const auto opened = model.open(std::max(prompts.back(), positions.back() + steps));
     Conversation& session = *opened;
 
-    // Every matrix is read once a step, but the embedding only if it is the head, and of a token the chosen experts only.
+    // Every matrix is read once a step, but the embedding only if it is the head. A token has its chosen experts.
     double matrices = (double)parameters(c) - (c.tied ? 0. : (double)c.V * c.C);
     for (int l = 0; l < c.L; l++)
         if (c.sparse(l)) matrices -= (double)(c.E - c.k) * 3 * c.M * c.C;

@@ -41,7 +41,8 @@ struct Optional {
     template <class Use> static bool packed_rows(const Linear<bf16>& W, Use use);
     // A product of many pairs with their experts' weights: on Hopper.
     template <bool W_COLS, class Weights, class Epilogue>
-    static bool expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs, const Epilogue& epilogue);
+    static bool expert_tiles(Context& ctx, const Weights& p, const ExpertsArgs& of, int pairs,
+                             const Epilogue& epilogue);
     // expert_mlp with packed weights, and the experts' part of experts_backward; y: see expert_scratch.
     static bool experts(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float* y, const float* residual,
                         const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);

@@ -139,8 +139,9 @@ void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t 
                                 int in);
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,
                                 const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N);
-// Of a layer and its forward pass, for experts_backward_gpu: x (N,C), gate_up (N k, 2M); hidden (N k, M) and rows, as
-// expert_mlp_gpu's, are scratch. The first expert's gradients of adapters; the others' lie as their numbers do.
+// Arrays of a layer and its forward pass, for experts_backward_gpu: x (N,C), gate_up (N k, 2M); hidden (N k, M) and
+// rows, as expert_mlp_gpu's, are scratch. The first expert's gradients of adapters; the others' lie as their numbers
+// do.
 struct ExpertsBackward {
     const bf16 *x, *gate_up;
     bf16 *hidden, *rows;

@@ -23,8 +23,8 @@ BOTH inline int fp8_exponents(int head, int K, int D) { return (K * D - head * (
 // The key or value of a token and head in one layer's cache.
 // FP8: a page is (K, 16, D) e4m3, then (K, 16) bytes e: a number is q 2^(e - 128). (Rows lie in whole lines of a GPU's
 // cache where K is a multiple of 8.) The e of a row is the smallest for which all its numbers are at most 448; e = 0
-// marks a row with a non-finite number: all of it reads as NaN. Each number is a bf16 and a row depends on no other row,
-// so attention has the bits of attention over a bf16 cache of these numbers.
+// marks a row with a non-finite number: all of it reads as NaN. Each number is a bf16 and a row depends on no other
+// row, so attention has the bits of attention over a bf16 cache of these numbers.
 template <class T> struct KVRow {
     const T* plain;
     const uint8_t* q;

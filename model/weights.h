@@ -1,4 +1,5 @@
-// model/weights.h: from a model's files to the weights that ops take: converted where they must be, INT8 or FP8 where asked.
+// model/weights.h: from a model's files to the weights that ops take: converted where they must be, INT8 or FP8 where
+// asked.
 #pragma once
 #include "model/model_file.h"
 #include <atomic>

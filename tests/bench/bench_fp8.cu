@@ -206,7 +206,8 @@ struct TrainingProduct {
     }
 };
 static void training() {
-    const TrainingProduct products[] = {{"qkv", 4096, 1024, true}, {"o", 1024, 2048, true}, {"gate, up", 6144, 1024, true},
+    const TrainingProduct products[] = {{"qkv", 4096, 1024, true}, {"o", 1024, 2048, true},
+                                        {"gate, up", 6144, 1024, true},
                                     {"down", 1024, 3072, true}, {"qkv dx", 1024, 4096, false},
                                     {"o dx", 2048, 1024, false}, {"gate, up dx", 1024, 6144, false},
                                     {"down dx", 3072, 1024, false}};

@@ -1,11 +1,12 @@
-"""Peers of our speeds on a GPU, for docs/performance.md: a line of JSON a measurement. Random weights of the real shapes
-in bf16. By hand, where torch and transformers (lora: peft) are:
+"""Peers of our speeds on a GPU, for docs/performance.md: a line of JSON a measurement. Random weights of the real
+shapes in bf16. By hand, where torch and transformers (lora: peft) are:
 
     python tests/reference/peer_speed.py decode prompt lora moe        (or some of them)
 
-decode: the 0.6B, greedy, batch 1, static cache, a compiled step as CUDA graphs. prompt: 2,048 tokens, compiled. lora: rank
-32 on all modules, 16 rows of 512 tokens, compiled, AdamW fused, no dropout (compiled with dropout it is slower). moe:
-30B-A3B with grouped products, a prompt of 2,048 and single tokens. The first calls, which compile, are not counted.
+decode: the 0.6B, greedy, batch 1, static cache, a compiled step as CUDA graphs. prompt: 2,048 tokens, compiled. lora:
+rank 32 on all modules, 16 rows of 512 tokens, compiled, AdamW fused, no dropout (compiled with dropout it is slower).
+moe: 30B-A3B with grouped products, a prompt of 2,048 and single tokens. The first calls, which compile, are not
+counted.
 """
 import gc
 import json
@@ -51,7 +52,8 @@ def decode(model, task, compiled=True, tokens=256):
     cache = StaticCache(config=model.config, max_cache_len=1024)
 
     def step(token, place):
-        logits = model(input_ids=token, position_ids=place.view(1, 1), cache_position=place, past_key_values=cache).logits
+        logits = model(input_ids=token, position_ids=place.view(1, 1), cache_position=place,
+                       past_key_values=cache).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
     token = torch.tensor([[5]], device="cuda")
