@@ -12,14 +12,14 @@
 static const std::vector<int> COUNTS = {1, 2, 7, 33, 64, 65, 257, 1000};
 
 // A product with an adapter on some of its blocks, on both sides.
-struct Adapted : Matrix {
+struct AdaptedMatrix : Matrix {
     std::vector<bf16> A, B;
     Device<bf16> dA, dB, dh;
     std::vector<uint32_t> names;
     Device<uint32_t> dnames, dkept;
     std::vector<bf16> h;
     Dropout on_host, on_device;
-    Adapted(Random& random, std::vector<int> rows, int in, std::vector<int> blocks, int rank, float p, int N)
+    AdaptedMatrix(Random& random, std::vector<int> rows, int in, std::vector<int> blocks, int rank, float p, int N)
         : Matrix(random, rows, in), A(random.fill<bf16>(blocks.size() * rank * in, 0.3)), B(host.out() * blocks.size() * rank), dA(A), dB(0), dh((size_t)N * blocks.size() * rank),
           names(N), dnames(0), dkept(DropoutMasks::size((int)blocks.size(), in, N)), h(dh.n) {
         const size_t columns = blocks.size() * rank;
@@ -43,17 +43,17 @@ struct Adapted : Matrix {
     }
 };
 struct AdaptedShape { std::vector<int> rows; int in; std::vector<int> blocks; int rank; };
-static const std::vector<AdaptedShape> ADAPTED = {{{64, 32, 32}, 72, {0, 1, 2}, 8}, {{256, 128, 128}, 1024, {0, 2}, 32}, {{200}, 136, {0}, 40}, {{96, 96}, 264, {0, 1}, 16}, {{1104, 1304}, 264, {0, 1}, 32}};
+static const std::vector<AdaptedShape> ADAPTED_SHAPES = {{{64, 32, 32}, 72, {0, 1, 2}, 8}, {{256, 128, 128}, 1024, {0, 2}, 32}, {{200}, 136, {0}, 40}, {{96, 96}, 264, {0, 1}, 16}, {{1104, 1304}, 264, {0, 1}, 32}};
 
 TEST_CASE("adapters in the products: h and what it adds, with and without dropout") {
     Random random{1};
     Scratchpad pad;
-    for (const AdaptedShape& shape : ADAPTED)
+    for (const AdaptedShape& shape : ADAPTED_SHAPES)
         for (int N : COUNTS)
             for (float p : {0.f, 0.25f}) {
                 if ((size_t)N * shape.in > 300000) continue;
                 INFO("N " << N << " in " << shape.in << " rank " << shape.rank << " p " << p);
-                Adapted W(random, shape.rows, shape.in, shape.blocks, shape.rank, p, N);
+                AdaptedMatrix W(random, shape.rows, shape.in, shape.blocks, shape.rank, p, N);
                 const int R = W.host.out(), K = shape.in;
                 const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
                 const std::vector<float> residual = random.fill<float>((size_t)N * R);
@@ -103,7 +103,7 @@ TEST_CASE("adapters and up to 16 tokens: beside weights of every format, with ev
             const bool is_plain = kind.format == Format::PLAIN;
             if ((shape.rank == 72 && !is_plain) || (shape.rows[0] > 5000 && !is_plain && kind.format != Format::INT8)) continue;
             const int K = shape.in, most = 16;
-            Adapted plain(random, shape.rows, K, shape.blocks, shape.rank, 0, most);
+            AdaptedMatrix plain(random, shape.rows, K, shape.blocks, shape.rank, 0, most);
             std::unique_ptr<PackedMatrix> packed;
             Linear<bf16> host = plain.host, W = plain.device;
             if (!is_plain) {
@@ -172,12 +172,12 @@ TEST_CASE("adapters and up to 16 tokens: beside weights of every format, with ev
 TEST_CASE("the backward of products: input, weight, an adapter's, and with SwiGLU behind it") {
     Random random{2};
     Scratchpad pad;
-    for (const AdaptedShape& shape : ADAPTED)
+    for (const AdaptedShape& shape : ADAPTED_SHAPES)
         for (int N : COUNTS)
             for (float p : {0.f, 0.25f}) {
                 if ((size_t)N * shape.in > 300000) continue;
                 INFO("N " << N << " in " << shape.in << " rank " << shape.rank << " p " << p);
-                Adapted W(random, shape.rows, shape.in, shape.blocks, shape.rank, p, N);
+                AdaptedMatrix W(random, shape.rows, shape.in, shape.blocks, shape.rank, p, N);
                 const int R = W.host.out(), K = shape.in, E = (int)shape.blocks.size() * shape.rank;
                 const std::vector<bf16> x = random.fill<bf16>((size_t)N * K), dy = random.fill<bf16>((size_t)N * R);
                 const Device<bf16> device_x(x), device_dy(dy);
@@ -252,7 +252,7 @@ TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
     Scratchpad pad;
     for (auto [rank, modules] : std::initializer_list<std::pair<int, int>>{{8, 1}, {32, 1}, {136, 1}, {8, 3}, {24, 3}, {32, 2}, {72, 3}})
         for (int N : {24, 200}) {
-            Adapted W(random, modules == 1 ? std::vector<int>{520} : modules == 2 ? std::vector<int>{320, 200} : std::vector<int>{320, 120, 80}, 264,
+            AdaptedMatrix W(random, modules == 1 ? std::vector<int>{520} : modules == 2 ? std::vector<int>{320, 200} : std::vector<int>{320, 120, 80}, 264,
                       modules == 1 ? std::vector<int>{0} : modules == 2 ? std::vector<int>{0, 1} : std::vector<int>{0, 1, 2}, rank, 0.25f, N);
             const int R = W.host.out(), K = W.host.in, width = modules * rank;
             const std::vector<bf16> dy = random.fill<bf16>((size_t)N * R);
