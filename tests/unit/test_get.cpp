@@ -109,6 +109,7 @@ struct Get : Process {
                       Strings{ROOT + "/get"} + words,
                   "", [folder] {
                       setpgid(0, 0);
+                      signal(SIGPIPE, SIG_IGN); // as systemd and Python start programs
                       if (chdir(folder.c_str()) != 0) _exit(126);
                   }) {}
     bool says(const std::string& text) { // within ten seconds
