@@ -1,4 +1,5 @@
 // base/: files that a signal leaves behind, paths that options name, texts in UTF-8.
+#include "base/appended_file.h"
 #include "base/file.h"
 #include "base/options.h"
 #include "base/temporary.h"
@@ -9,6 +10,30 @@
 #include <memory>
 #include <sys/wait.h>
 #include <vector>
+
+TEST_CASE("a text that does not fit a file leaves none of its bytes there") {
+    Scratch s;
+    const Result r = Process::of([&] { // files may have so many bytes only, as on a disk that is full
+        signal(SIGXFSZ, SIG_IGN);
+        const rlimit most = {10, 10};
+        setrlimit(RLIMIT_FSIZE, &most);
+        AppendedFile file(s / "a");
+        file.add("12345\n");
+        bool refused = false;
+        try {
+            file.add("7890\n");
+        } catch (const Error& e) {
+            refused = e.what() == (s / "a") + ": File too large";
+        }
+        file.add("789\n");
+        return (int)refused;
+    });
+    CHECK(r.status == 1);
+    CHECK(read_file(s / "a") == "12345\n789\n");
+    AppendedFile(s / "a").add("more\n");
+    CHECK(read_file(s / "a") == "12345\n789\nmore\n");
+    CHECK_THROWS_WITH_AS(AppendedFile(s / "a", true), doctest::Contains("/a: File exists"), Error);
+}
 
 TEST_CASE("an unfinished file or folder goes when a signal ends the program") {
     constexpr int SIGNALS[] = {SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE};
