@@ -76,12 +76,12 @@ double Scheduler::step() {
 }
 
 bool Scheduler::hand_over() {
+    for (auto& q : later)
+        if (q) join_line(std::move(q));
     tell();
     deliver(); // before another engine continues these answers
     under_way.clear();
     while (!running.empty()) preempt(running.begin());
-    for (auto& q : later)
-        if (q) join_line(std::move(q));
     std::vector<std::unique_ptr<Sequence>> all;
     while (!waiting.empty()) all.push_back(leave_line(waiting.begin()->first, waiting.begin()->second.begin()));
     std::vector<std::shared_ptr<Reply>> lost;
