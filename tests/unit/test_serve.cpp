@@ -580,14 +580,15 @@ TEST_CASE("several engines: one that fails during the shutdown finds the others 
     SeveralEngines e(1, AT_COLLECT, 5);
     Random random{3};
     Job job = random_job(random, 256);
-    job.max_tokens = 60, job.ignore_eos = true;
-    stderr_of([&] {
+    job.max_tokens = 60, job.ignore_eos = true, job.stops.clear(), job.how.temperature = 1.5f;
+    const std::string told = stderr_of([&] {
         REQUIRE(e.desk.submit({job}));
         CHECK(e.desk.inbox.size() == 1); // that of the engine that fails
         e.desk.close();
         e.start();
         e.engines.reset();
     });
+    CHECK(told.find("the other engines finish its answers\n") != std::string::npos); // it did fail
     check_answer(job, expected(job, 256));
 }
 
