@@ -202,7 +202,8 @@ static int run(int argc, char** argv) {
         return wide(o, file) ? run_as<float>(o, ctx, file, data.get(), eval.get(), leaked)
                              : run_as<bf16>(o, ctx, file, data.get(), eval.get(), leaked);
     } catch (const std::exception& e) {
-        if (o.ranks->size > 1) o.ranks->end(e.what());
+        const bool full = dynamic_cast<const std::bad_alloc*>(&e);
+        if (o.ranks->size > 1) o.ranks->end(full ? "out of memory" : e.what());
         throw;
     }
 }

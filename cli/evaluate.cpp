@@ -1,5 +1,6 @@
 // cli/evaluate.cpp: the answers to the questions of a QA file, and the loss on the answers there.
 #include "cli/evaluate.h"
+#include "base/appended_file.h"
 #include "base/file.h"
 #include "base/options.h"
 #include "base/progress.h"
@@ -54,9 +55,7 @@ struct PartialFile {
     PartialFile(const PartialFile&) = delete;
     ~PartialFile() { fclose(file); }
 
-    void append(std::string_view line) {
-        must(fwrite(line.data(), 1, line.size(), file) == line.size() && fflush(file) == 0);
-    }
+    void append(std::string_view line) { append_whole(fileno(file), partial, line); }
 
     // All rows are there: renames the file, without the first line.
     void finish() {

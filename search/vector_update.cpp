@@ -1,5 +1,6 @@
 // search/vector_update.cpp: makes missing vectors and writes all; see vector_update.h.
 #include "search/vector_update.h"
+#include "base/appended_file.h"
 #include "base/error.h"
 #include "base/file.h"
 #include "base/options.h" // interrupted, counted
@@ -52,10 +53,7 @@ struct PartialVectors {
     PartialVectors(const PartialVectors&) = delete;
     ~PartialVectors() { if (fd >= 0) close(fd); }
 
-    void append(std::string_view bytes) {
-        errno = ENOSPC; // in case of a partial write
-        must(write(fd, bytes.data(), bytes.size()) == (ssize_t)bytes.size());
-    }
+    void append(std::string_view bytes) { append_whole(fd, path, bytes); }
 
   private:
     int fd = -1;

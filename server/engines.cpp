@@ -60,8 +60,14 @@ void Engines<T>::compute(const Options& o, int k, Engine<T>& engine) {
         ThreadPace pace(o, engine.ctx);
         engine.run(pace);
     } catch (const std::exception& fault) { // a GPU fault, or out of memory
-        print_error("serve", o.gpus > 1 ? format("engine %d: %s", k, fault.what()) : fault.what());
-        if (!engine.hand_over()) leave(1); // no engine is left
+        bool others = false;
+        try {
+            others = engine.hand_over();
+        } catch (const std::exception&) {} // out of memory: the first fault is reported
+        const char* text = dynamic_cast<const std::bad_alloc*>(&fault) ? "out of memory" : fault.what();
+        const char* then = others ? "the other engines finish its answers" : "no engine is left";
+        print_error("serve", o.gpus > 1 ? format("engine %d: %s; %s", k, text, then) : text);
+        if (!others && !(desk.failed && o.batch.empty())) leave(1); // (a server still answers that it has failed)
     }
 }
 

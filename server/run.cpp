@@ -1,6 +1,7 @@
 // run.cpp: creates the parts of the program, in order.
 #include "base/error.h"
 #include "base/file.h"
+#include "base/unfinished.h"
 #include "model/adapters.h"
 #include "model/cpu.h"
 #include "model/device.h"
@@ -81,7 +82,7 @@ static std::unique_ptr<DiskPages> open_cache(const Options& o, const std::string
                                        [](auto& line) { print_error("serve", line); });
 }
 
-// Serves until a signal, then finishes the requests in progress.
+// Serves until a signal, then finishes the requests in progress; or until no engine is left.
 static int serve_http(const Options& o, Server& server, const std::string& depends) {
     server.ready = true;
     if (server.filing) server.filing->start(server.service, server.desk, depends);
@@ -89,10 +90,13 @@ static int serve_http(const Options& o, Server& server, const std::string& depen
     const char* host = o.server.host.c_str();
     fprintf(stderr, "listening on http://%s%s%s:%d/v1; a page to chat on is at /\n", six ? "[" : "", host, six ? "]" : "",
             server.port());
-    for (; !stopping; usleep(200'000)) server.watch();
+    for (; !stopping && !server.desk.failed; usleep(200'000)) server.watch();
+    stopping = true;
     server.drain();
     if (server.filing) server.filing->stop();
-    return 0;
+    if (!server.desk.failed) return 0;
+    server.stop();
+    leave(1); // without destructors: a GPU that has failed frees nothing
 }
 
 template <class T> int serve(Options& o, const ModelFile& file, double start) {

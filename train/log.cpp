@@ -1,10 +1,10 @@
 // train/log.cpp: the log's lines, answers, and the curve as SVG.
 #include "train/log.h"
+#include "base/appended_file.h"
 #include "base/file.h"
 #include "sj.h"
 #include "train/tensorboard.h"
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <unistd.h>
@@ -50,37 +50,30 @@ TrainLog::TrainLog(const std::string& out, const char* drawn, int64_t steps, boo
                            v["answer"].str(), v["finish"].str() == "stop"});
         if (listener) listener(line);
     });
-    file = fopen(path.c_str(), "ab");
-    if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
+    file = std::make_unique<AppendedFile>(path);
     if (tensorboard) events = std::make_unique<EventFile>(folder, steps);
 }
 
-TrainLog::~TrainLog() {
-    if (file) fclose(file);
-}
+TrainLog::~TrainLog() = default;
 
 void TrainLog::add(const std::string& line) {
     if (!file) return;
-    if (fputs((line + "\n").c_str(), file) < 0 || fflush(file) != 0)
-        DIE("%s/trainer_log.jsonl: %s", folder.c_str(), strerror(errno));
+    file->add(line + "\n");
     if (events) events->add(line);
     if (listener) listener(line);
 }
 
 void TrainLog::add(const std::vector<Answer>& more) {
-    const std::string path = folder + "/trainer_answers.jsonl";
-    const std::unique_ptr<FILE, int (*)(FILE*)> to(fopen(path.c_str(), "ab"), fclose);
-    if (!to) DIE("%s: %s", path.c_str(), strerror(errno));
+    AppendedFile to(folder + "/trainer_answers.jsonl");
     for (auto& a : more) {
         sj::Writer w;
         w.object().field("current_steps", a.step).field("question", a.question);
         if (!a.reference.empty()) w.field("reference", a.reference);
         w.field("answer", a.text).field("finish", a.ended ? "stop" : "length").end();
-        if (fputs((w.text + "\n").c_str(), to.get()) < 0) DIE("%s: %s", path.c_str(), strerror(errno));
+        to.add(w.text + "\n");
         answers.push_back(a);
         if (listener) listener(w.text);
     }
-    if (fflush(to.get()) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
 }
 
 std::string TrainLog::curve(int64_t steps) const {

@@ -1,12 +1,12 @@
 // train/log.h: the log of a training run, its curve, and the answers to its questions.
 #pragma once
 #include <cstdint>
-#include <cstdio>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+struct AppendedFile;
 class EventFile;
 
 std::string clock_text(double s); // as Python's str(timedelta)
@@ -15,7 +15,7 @@ std::string clock_text(double s); // as Python's str(timedelta)
 // file, if TensorBoard is to read the same numbers.
 struct TrainLog {
     std::string folder, what; // "loss", "reward"
-    FILE* file = nullptr;
+    std::unique_ptr<AppendedFile> file;
     std::unique_ptr<EventFile> events;
     struct Point { double step, value; };
     std::vector<Point> losses, evaluations;

@@ -174,9 +174,9 @@ void Ranks::watch() {
             silent[i] += passed;
             if (list[i].fd < 0 || (!list[i].revents && silent[i] < silence)) continue;
             if (list[i].revents && hear(list[i].fd, whose[i])) silent[i] = 0;
-            else if (parting) list[i].fd = -1; // that rank is done, too
+            else if (list[i].revents && parting) list[i].fd = -1; // that rank is done, too
             else if (list[i].revents) lost(whose[i], "has gone");
-            else lost(whose[i], format("has not been heard of for %g s", silence));
+            else lost(whose[i], format("has not been heard of for %g s", silence.load()));
         }
     }
 }

@@ -23,8 +23,8 @@ struct Nccl::Library {
     explicit Library(cudaStream_t model) : main(model) {
         void* library = dlopen("libnccl.so.2", RTLD_NOW);
         if (!library)
-            DIE("several GPUs need NCCL, and there is no libnccl.so.2 (apt-get install libnccl2; or pip install "
-                "nvidia-nccl-cu%d, with its folder lib in LD_LIBRARY_PATH)", CUDART_VERSION / 1000);
+            DIE("several GPUs need NCCL: %s (apt-get install libnccl2; or pip install nvidia-nccl-cu%d, with its "
+                "folder lib in LD_LIBRARY_PATH; or train without --gpus, on one)", dlerror(), CUDART_VERSION / 1000);
         auto find = [&](auto& function, const char* name) {
             function = (std::decay_t<decltype(function)>)dlsym(library, name);
             if (!function) DIE("libnccl.so.2 has no %s: it is too old", name);

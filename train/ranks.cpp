@@ -7,6 +7,7 @@
 #include "train/sockets.h"
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <csignal>
 #include <poll.h>
 #include <sys/socket.h>
@@ -15,6 +16,7 @@
 using namespace sockets;
 
 Ranks::~Ranks() {
+    kill_children();
     parting = leaving = true;
     if (watcher.joinable()) watcher.join();
     for (const Peer& p : peers)
@@ -143,7 +145,11 @@ void Ranks::part() {
     parting = true;
     int done = 1;
     sum(&done, 1);
-    for (pid_t child : children) waitpid(child, nullptr, 0);
+    for (size_t i = 0; i < children.size(); i++) {
+        int status = 0;
+        if (waitpid(children[i], &status, 0) > 0 && WIFSIGNALED(status)) end(name_of((int)i + 1) + " has gone");
+    }
+    silence = INFINITY; // no rank needs another one from here on
 }
 
 // The first of the threads that end this process writes the message; the others block here.
@@ -181,12 +187,19 @@ void Ranks::end(const std::string& text) {
         print_error(program, last_words);
         leave(1);
     }
+    const double until = seconds() + 2;
     for (const Peer& p : peers) { // they close when they have read it
         char rest[256];
         pollfd wait = {p.life, POLLIN, 0};
-        while (p.life >= 0 && poll(&wait, 1, 2000) > 0 && recv(p.life, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
+        auto left = [&] { return (int)std::max(0., 1000 * (until - seconds())); };
+        while (p.life >= 0 && poll(&wait, 1, left()) > 0 && recv(p.life, rest, sizeof rest, MSG_DONTWAIT) > 0) {}
     }
+    kill_children();
     leave(1);
+}
+void Ranks::kill_children() {
+    for (pid_t child : children)
+        if (waitpid(child, nullptr, WNOHANG) == 0) kill(child, SIGKILL);
 }
 void Ranks::wait_for_the_end() {
     for (double start = seconds(); seconds() - start < 2 * silence;) usleep(100000);

@@ -12,9 +12,9 @@
 //
 // Rank 0 listens at MASTER_ADDR:MASTER_PORT, and every other rank has two connections to it. The first carries
 // collective messages in order (facts, sums of few numbers, and without GPUs the gradients). On the second a thread
-// sends a heartbeat every second, and perhaps a report, which is its last message. When a rank is lost, or reports why it ends, rank 0 reports it on stderr and to all
-// others, and all end. Between GPUs gradients go by NCCL, which is loaded when it is needed: the program is built
-// without it.
+// sends a heartbeat every second, and perhaps a report, which is its last message. When a rank is lost, or reports why
+// it ends, rank 0 reports it on stderr and to all others, and all end. Between GPUs gradients go by NCCL, which is
+// loaded when it is needed: the program is built without it.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -35,7 +35,8 @@ struct Ranks {
     static constexpr size_t MOST_REPORTED = 1 << 20;    // bytes of a report
     const char* program;
     int rank = 0, size = 1, local = 0; // of all; which GPU of its host
-    double silence = 20, pulse = 1;    // s of silence after which a rank counts as lost; between heartbeats
+    std::atomic<double> silence{20};   // s of silence after which a rank counts as lost
+    double pulse = 1;                  // s between heartbeats
     double waited = 0;                 // s spent in sums, waiting for other ranks and for the transfer
 
     explicit Ranks(const char* name) : program(name) {}
@@ -82,10 +83,10 @@ struct Ranks {
     // Held while files are written: the end after another rank's loss waits for it, with a time limit.
     std::unique_lock<std::timed_mutex> writing() { return std::unique_lock<std::timed_mutex>(files); }
 
-    // All ranks are done. Rank 0 waits for those that it forked.
+    // All ranks are done. Rank 0 waits for those that it forked. A rank that is silent here is lost, too.
     void part();
 
-    // Ends every rank with status 1. Rank 0 says why.
+    // Ends every rank with status 1. Rank 0 reports the text, and kills those that it forked and that do not end.
     [[noreturn]] void end(const std::string& text);
     [[noreturn]] void wait_for_the_end(); // another rank's message
 
@@ -106,6 +107,7 @@ struct Ranks {
     std::atomic<bool> parting{false}, leaving{false}; // a lost rank is no fault any more; the watcher's end
     std::shared_ptr<Nccl> nccl;      // between GPUs
 
+    void kill_children(); // one that hangs would keep its GPU
     std::string name_of(int r) const;
     void in_turn(const std::function<void()>& f);
     [[noreturn]] void end_alone(const std::string& text);

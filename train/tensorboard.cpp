@@ -2,9 +2,7 @@
 #include "train/tensorboard.h"
 #include "base/error.h"
 #include "sj.h"
-#include <cerrno>
 #include <chrono>
-#include <cstring>
 
 uint32_t crc32c(std::string_view bytes) {
     uint32_t crc = ~0u;
@@ -51,24 +49,17 @@ static double now() { // seconds since 1970
     return (double)duration_cast<microseconds>(system_clock::now().time_since_epoch()).count() / 1e6;
 }
 
-EventFile::EventFile(const std::string& folder, int64_t steps) {
-    const double time = now();
-    path = folder + "/" + NAME + format("%017.6f", time);
-    file = fopen(path.c_str(), "wbx"); // x: it must not exist
-    if (!file) DIE("%s: %s", path.c_str(), strerror(errno));
-    write(event(time, 0) + text(3, "brain.Event:2"));
-    if (steps) write(event(time, steps + 1) + text(7, key(1, VARINT) + varint(1)));
+EventFile::EventFile(const std::string& folder, int64_t steps)
+    : file(folder + "/" + NAME + format("%017.6f", now()), true) {
+    write(event(now(), 0) + text(3, "brain.Event:2"));
+    if (steps) write(event(now(), steps + 1) + text(7, key(1, VARINT) + varint(1)));
 }
 
-void EventFile::write(std::string_view event) {
-    const std::string record = event_record(event);
-    if (fwrite(record.data(), 1, record.size(), file) != record.size() || fflush(file) != 0)
-        DIE("%s: %s", path.c_str(), strerror(errno));
-}
+void EventFile::write(std::string_view event) { file.add(event_record(event)); }
 
 void EventFile::add(const std::string& line) {
     sj::Doc doc;
-    if (const std::string fault = sj::parse(doc, line); !fault.empty()) DIE("%s: %s", path.c_str(), fault.c_str());
+    if (const std::string fault = sj::parse(doc, line); !fault.empty()) DIE("%s: %s", file.path.c_str(), fault.c_str());
     int64_t step = 0;
     doc.root()["current_steps"].integer(&step);
     std::vector<std::pair<std::string, float>> scalars;

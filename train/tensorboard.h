@@ -7,8 +7,8 @@
    https://github.com/tensorflow/tensorboard/tree/master/tensorboard/compat/proto: event.proto, summary.proto
 */
 #pragma once
+#include "base/appended_file.h"
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -24,8 +24,7 @@ std::string scalar_event(double time, int64_t step, const std::vector<std::pair<
 // An event file in a folder, of a name that no other file has: events.out.tfevents.SECONDS.MICROSECONDS, so that the
 // files of a resumed run sort by time.
 class EventFile {
-    std::string path;
-    FILE* file = nullptr;
+    AppendedFile file;
 
     void write(std::string_view event);
 
@@ -35,7 +34,6 @@ class EventFile {
     // Throws Error if the file cannot be created. TensorBoard hides what other files have of the steps after `steps`.
     EventFile(const std::string& folder, int64_t steps);
     EventFile(const EventFile&) = delete;
-    ~EventFile() { if (file) fclose(file); }
 
     // The numbers of a line of the log, at its current_steps: eval_NAME as eval/NAME, others as train/NAME. Counts of
     // steps and the clock's texts are left out. Throws Error if the file cannot be written.

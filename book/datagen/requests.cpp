@@ -1,4 +1,5 @@
 #include "book/datagen/requests.h"
+#include "base/appended_file.h"
 #include "base/file.h"
 #include "book/characters.h"
 #include "book/text.h"
@@ -113,11 +114,7 @@ void Journal::add(const Request& r, long status, const std::string& reply) {
     std::string line = w.text + "}, \"error\": null}\n";
     answers[r.custom_id] = {end, line.size() - 1, r.id};
     end += line.size();
-    for (std::string_view left = line; !left.empty();) {
-        const ssize_t n = write(fd, left.data(), left.size());
-        if (n < 0 && errno != EINTR) DIE("%s: %s", path.c_str(), strerror(errno));
-        left.remove_prefix((size_t)std::max<ssize_t>(n, 0));
-    }
+    append_whole(fd, path, line);
     if (fdatasync(fd) != 0) DIE("%s: %s", path.c_str(), strerror(errno));
 }
 

@@ -1,4 +1,5 @@
 // batch.cpp: submits the requests of a batch and stores their answers.
+#include "base/appended_file.h"
 #include "base/json_lines.h"
 #include "base/options.h"
 #include "server/api/asked.h"
@@ -218,8 +219,7 @@ std::string Batcher::header_of(const std::string& depends, const AdapterHashes& 
 }
 
 void Batcher::append(const std::string& line) {
-    if (fwrite(line.data(), 1, line.size(), file.get()) != line.size() || fflush(file.get()))
-        DIE("%s: %s", partial.c_str(), strerror(errno));
+    append_whole(fileno(file.get()), partial, line);
     bytes += line.size();
 }
 

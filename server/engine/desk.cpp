@@ -46,8 +46,14 @@ void Desk::place(Job&& job) {
 
 size_t Desk::answers() const {
     size_t there = 0;
-    for (const Window* w : windows) there += w->inbox.size() + w->inside;
+    for (const Window* w : windows) there += w->inbox.size() + w->handed.size() + w->inside;
     return there - texts + lookups;
+}
+
+bool Desk::empty() const {
+    return std::all_of(windows.begin(), windows.end(), [](const Window* w) {
+        return w->inbox.empty() && w->handed.empty() && w->inside == 0;
+    });
 }
 
 bool Desk::enter(uint64_t line) {

@@ -23,6 +23,7 @@ struct Desk : Window {
     struct Held { size_t jobs = 0, tokens = 0; }; // unfinished jobs, lookups included; tokens of pooled texts
     std::map<uint64_t, Held> held;    // by line
     bool closed = false;              // no more jobs follow
+    std::atomic<bool> failed{false};  // no engine is left: all replies were cancelled
     Budget unsent{256 << 20};         // pieces and answers not yet fetched
 
     // Adds the jobs of one request. False: no room now. Ready answers go to their reply at once.
@@ -30,6 +31,7 @@ struct Desk : Window {
     void deliver(Reply& reply, Piece&& piece, double now);
     void place(Job&& job); // `mutex` is held
     size_t answers() const; // `mutex` is held
+    bool empty() const;     // no engine has a job, or will get one that was placed; `mutex` is held
 
     // A lookup reserves a place for the answer that follows it, until leave. False: there is none.
     bool enter(uint64_t line);

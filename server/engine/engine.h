@@ -18,7 +18,7 @@ struct GpuStep; // gpu_step.h
 constexpr int USUAL_CONTEXT = 4096; // longer than most prompts with their answers
 
 // Computes jobs.
-template <class T> struct Engine final : Scheduler {
+template <class T> struct Engine : Scheduler {
     const Weights<T>& weights;
 
     Engine(const Config& c, const Weights<T>& w, const Tokenizer& t, Desk& d, const EngineOptions& o,
@@ -33,7 +33,7 @@ template <class T> struct Engine final : Scheduler {
 
     std::unique_ptr<GpuStep> on_gpu; // null: on the CPU
 
-  private:
+  protected:
     friend struct StepOnGpu;
     Arena arena;
     Activations<T> activations;

@@ -23,6 +23,7 @@ void Scheduler::take_jobs() {
         std::unique_ptr<Sequence> q((Sequence*)one.release());
         q->rank = 0, q->arrival = ++arrivals, q->slot = -1, q->pending = 0; // as if it had never run
         q->pages.clear(), q->looked = Sequence::NOT;
+        if (q->telling()) q->told.clear();
         if (!waiting.count(q->job.line())) catch_up(q->job.line());
         join_line(std::move(q));
     }

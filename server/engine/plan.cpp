@@ -90,8 +90,7 @@ size_t Scheduler::add_prompts(Step& s, bool texts, const size_t budget, const si
     };
     for (auto& [rank, q] : running)
         if (q->job.pooled == texts && q->prompt_left() > 0 && left > 0) chunk(*q);
-    std::vector<std::unique_ptr<Sequence>> later; // they wait for pages; so many at most, since each step looks at them
-    while (left > 0 && !free_slots[texts].empty() && later.size() < 64) {
+    while (left > 0 && !free_slots[texts].empty() && later.size() < 64) { // (each step looks at them)
         const auto line = next_line(texts);
         if (line == waiting.end()) break;
         const auto first = line->second.begin();
@@ -109,6 +108,7 @@ size_t Scheduler::add_prompts(Step& s, bool texts, const size_t budget, const si
         running[rank] = std::move(q);
     }
     for (auto& q : later) join_line(std::move(q));
+    later.clear();
     return budget - left;
 }
 

@@ -30,11 +30,12 @@ void Scheduler::run(ThreadPace& pace) {
         {
             std::unique_lock lock(desk.mutex);
             auto called = [&] { return !window.inbox.empty() || !window.handed.empty() || busy(); };
-            auto woken = [&] { return desk.closed || called(); };
+            auto over = [&] { return desk.closed && desk.empty(); }; // (until then another engine may fail)
+            auto woken = [&] { return called() || over(); };
             if (unsaved > 0) desk.news.wait_for(lock, std::chrono::duration<double>(unsaved), woken);
             else desk.news.wait(lock, woken);
             idle = !called();
-            if (idle && desk.closed) break;
+            if (idle && over()) break;
         }
         if (idle) {
             unsaved = save_pages();
@@ -75,26 +76,45 @@ double Scheduler::step() {
 }
 
 bool Scheduler::hand_over() {
-    deliver();
+    for (auto& q : later)
+        if (q) join_line(std::move(q));
+    tell();
+    deliver(); // before another engine continues these answers
     under_way.clear();
     while (!running.empty()) preempt(running.begin());
     std::vector<std::unique_ptr<Sequence>> all;
     while (!waiting.empty()) all.push_back(leave_line(waiting.begin()->first, waiting.begin()->second.begin()));
-    tell();
-    std::lock_guard lock(desk.mutex);
-    window.gone = true;
-    auto stays = [](const Window* w) { return !w->gone; };
-    if (std::none_of(desk.windows.begin(), desk.windows.end(), stays)) return false;
-    for (Job& job : std::exchange(window.inbox, {})) desk.place(std::move(job));
-    for (auto& q : all) {
-        q->job.prompt = q->ids; // read by the router
-        Window& to = *desk.windows[(size_t)desk.router.choose(q->job, desk.windows)];
-        to.count(q->job);
-        q->job.prompt.clear();
-        to.handed.push_back({q.release(), [](void* p) { delete (Sequence*)p; }});
+    std::vector<std::shared_ptr<Reply>> lost;
+    {
+        std::lock_guard lock(desk.mutex);
+        window.gone = true, window.inside = 0;
+        auto stays = [](const Window* w) { return !w->gone; };
+        desk.failed = std::none_of(desk.windows.begin(), desk.windows.end(), stays);
+        desk.closed |= desk.failed;
+        for (Window::Handed& one : std::exchange(window.handed, {})) all.emplace_back((Sequence*)one.release());
+        for (Job& job : std::exchange(window.inbox, {}))
+            if (desk.failed) lost.push_back(job.reply);
+            else desk.place(std::move(job));
+        for (auto& q : all) {
+            if (desk.failed) {
+                lost.push_back(q->job.reply);
+                continue;
+            }
+            q->job.prompt = q->ids; // read by the router
+            Window& to = *desk.windows[(size_t)desk.router.choose(q->job, desk.windows)];
+            to.count(q->job);
+            q->job.prompt.clear();
+            to.handed.push_back({q.release(), [](void* p) { delete (Sequence*)p; }});
+        }
+        desk.news.notify_all();
     }
-    desk.news.notify_all();
-    return true;
+    for (auto& reply : lost) {
+        std::lock_guard lock(reply->mutex);
+        reply->cancelled = true;
+        if (reply->wake) reply->wake();
+    }
+    tell();
+    return !desk.failed;
 }
 
 void Scheduler::tell() {
@@ -112,6 +132,7 @@ void Scheduler::tell() {
         if (line >= Job::TEXTS) held.tokens -= tokens, desk.texts--, desk.text_tokens -= tokens;
     }
     ended.clear();
+    if (desk.closed && desk.empty()) desk.news.notify_all(); // the engines end together
 }
 
 void Scheduler::deliver() {

@@ -61,7 +61,7 @@ struct Scheduler {
     double step();
 
     // After a fault of this engine: moves all unfinished jobs to other engines, as if preempted here. False: there is
-    // no other engine. (With adapters there is none: they are on one GPU.)
+    // no other engine, and their replies are cancelled. (With adapters there is none: they are on one GPU.)
     bool hand_over();
 
   protected:
@@ -83,6 +83,7 @@ struct Scheduler {
     std::vector<int> free_slots[2];          // for answers, for pooled texts
     Running running;                         // by rank: in the order of their first admission
     std::map<uint64_t, Line> waiting;        // a line for each API key
+    std::vector<std::unique_ptr<Sequence>> later; // of `waiting`: they wait for pages, and add_prompts goes on
     size_t in_lines = 0, most_in_lines = 0;  // waiting jobs; their maximum since memory was last trimmed
     std::pair<uint64_t, Place> looked_at{};  // how far the lines have been scanned for cancelled jobs
     std::map<uint64_t, uint64_t> service;    // by key: tokens computed for it, see next_line()

@@ -108,7 +108,8 @@ struct Exchange {
     MHD_Result answer_it();
 
     Refusal queue_is_full() const {
-        return {server.draining ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded"};
+        const bool ends = server.draining || server.desk.failed;
+        return {ends ? 503 : 429, "too many requests are waiting", "", "rate_limit_exceeded"};
     }
     void look_for(Exchange* one); // watch() checks its peer from now on
     void leave_desk() {

@@ -25,8 +25,10 @@ bool Exchange::filed() const {
 MHD_Result Exchange::finish() {
     {
         std::lock_guard lock(reply->mutex);
-        const char* dropped = unsent->lost ? "too much waits to be sent" : "the server is shutting down";
-        if (unsent->lost || (reply->cancelled && server.draining)) return respond({503, fault({503, dropped})});
+        const bool failed = server.desk.failed, ends = failed || server.draining;
+        const char* dropped = unsent->lost ? "too much waits to be sent"
+                            : failed       ? "the engine has failed" : "the server is shutting down";
+        if (unsent->lost || (reply->cancelled && ends)) return respond({503, fault({503, dropped})});
         if (reply->cancelled) return MHD_NO;
         if (reply->left) {
             suspended = true;

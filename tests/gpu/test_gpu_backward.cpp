@@ -6,6 +6,7 @@
 #include "model/write.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gradients.h"
+#include "tests/http.h"
 #include "tests/trainer.h"
 #include <fstream>
 
@@ -706,18 +707,47 @@ static int gpus() {
     return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
 }
 
-TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice the same bits, overlapped or not" * doctest::skip(gpus() < 2)) {
+static void write_rows(const std::string& path) {
     Random random{11};
-    Scratch out;
-    {
-        DatasetWriter writer(out / "rows.bin", Tokenizer("tests/fixtures/tiny/tokenizer.bin").hash(), template_hash());
-        for (int row = 0; row < 60; row++) {
-            std::vector<uint32_t> words;
-            for (int i = 0, n = 8 + (int)random.below(100); i < n; i++) words.push_back((uint32_t)random.below(900) | (i > n / 2 ? TRAIN : 0));
-            writer.add(words);
-        }
-        writer.commit();
+    DatasetWriter writer(path, Tokenizer("tests/fixtures/tiny/tokenizer.bin").hash(), template_hash());
+    for (int row = 0; row < 60; row++) {
+        std::vector<uint32_t> words;
+        for (int i = 0, n = 8 + (int)random.below(100); i < n; i++) words.push_back((uint32_t)random.below(900) | (i > n / 2 ? TRAIN : 0));
+        writer.add(words);
     }
+    writer.commit();
+}
+
+TEST_CASE("ranks on GPUs without NCCL end with one line that names it") {
+    Scratch out;
+    write_rows(out / "rows.bin");
+    make_folder(out / "lib");
+    write_file(out / "lib/libnccl.so.2", "no library");
+    const std::string port = std::to_string(free_port());
+    auto rank = [&](const char* number) { // both on the first GPU
+        const Strings how = {"tests/fixtures/tiny/model.bin", out / "rows.bin", "-z", "tests/fixtures/tiny/tokenizer.bin", "-d", "cuda", "--steps", "2", "-o", out / "run"};
+        return std::make_unique<Process>(program("TRAIN_LORA", "./train_lora"), how, "", [&] {
+            const char* before = getenv("LD_LIBRARY_PATH");
+            setenv("LD_LIBRARY_PATH", ((out / "lib") + (before ? ":" + std::string(before) : "")).c_str(), 1);
+            setenv("MASTER_ADDR", "127.0.0.1", 1), setenv("MASTER_PORT", port.c_str(), 1), setenv("WORLD_SIZE", "2", 1);
+            setenv("RANK", number, 1), setenv("LOCAL_RANK", "0", 1);
+        });
+    };
+    const auto zero = rank("0"), one = rank("1");
+    const Result r = zero->wait(), other = one->wait();
+    INFO(r.err << other.err);
+    CHECK(r.status == 1);
+    CHECK(other.status == 1);
+    const std::string last = lines(r.err).back();
+    CHECK(last.find("several GPUs need NCCL: ") != std::string::npos);
+    CHECK(last.find("libnccl.so.2: ") != std::string::npos);
+    CHECK(last.find("apt-get install libnccl2") != std::string::npos);
+    CHECK(!fs::exists(out / "run"));
+}
+
+TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice the same bits, overlapped or not" * doctest::skip(gpus() < 2)) {
+    Scratch out;
+    write_rows(out / "rows.bin");
     auto train = [&](const std::string& name, Strings arguments) {
         const Strings how = {"tests/fixtures/tiny/model.bin", out / "rows.bin", "-z", "tests/fixtures/tiny/tokenizer.bin", "-d", "cuda", "--steps", "12", "--warmup", "0", "-o", out / name};
         arguments.insert(arguments.begin(), how.begin(), how.end());

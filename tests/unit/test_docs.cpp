@@ -292,7 +292,7 @@ static std::string sources() {
 TEST_CASE("docs: the messages in troubleshooting.md are what the programs say") {
     const std::set<std::string> of_others = {"sudo: command not found", "Illegal instruction",
                                              "no kernel image is available", ": Address already in use",
-                                             ": No such file or directory", "Couldn't connect to server"};
+                                             ": No such file or directory", ": No space left on device", "Couldn't connect to server"};
     const Strings without = {"make", "-s", "info", "NVCC=none", "CXX=g++", "CURL=", "MHD=", "CMARK=", "EDIT=", "OPENMP="};
     const Result bare = Process("/usr/bin/env", without).wait();
     REQUIRE(bare.status == 0);

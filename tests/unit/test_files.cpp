@@ -1,4 +1,5 @@
 // base/: files that a signal leaves behind, paths that options name, texts in UTF-8.
+#include "base/appended_file.h"
 #include "base/file.h"
 #include "base/options.h"
 #include "base/temporary.h"
@@ -9,6 +10,31 @@
 #include <memory>
 #include <sys/wait.h>
 #include <vector>
+
+TEST_CASE("a text that does not fit a file leaves none of its bytes there") {
+    Scratch s;
+    const Result r = Process::of([&] { // files may have so many bytes only, as on a disk that is full
+        signal(SIGXFSZ, SIG_IGN);
+        const rlimit most = {10, 10};
+        setrlimit(RLIMIT_FSIZE, &most);
+        AppendedFile file(s / "a");
+        auto fault_of = [&](const char* text) -> std::string {
+            try {
+                file.add(text);
+                return "";
+            } catch (const Error& e) {
+                return e.what();
+            }
+        };
+        const bool first = fault_of("12345\n").empty(), long_one = fault_of("7890\n") == (s / "a") + ": File too large";
+        return first + 2 * long_one + 4 * fault_of("789\n").empty();
+    });
+    CHECK(r.status == 7);
+    CHECK(read_file(s / "a") == "12345\n789\n");
+    AppendedFile(s / "a").add("more\n");
+    CHECK(read_file(s / "a") == "12345\n789\nmore\n");
+    CHECK_THROWS_WITH_AS(AppendedFile(s / "a", true), doctest::Contains("/a: File exists"), Error);
+}
 
 TEST_CASE("an unfinished file or folder goes when a signal ends the program") {
     constexpr int SIGNALS[] = {SIGTERM, SIGHUP, SIGINT, SIGQUIT, SIGPIPE};

@@ -9,7 +9,8 @@
 #include <fstream>
 #include <map>
 #include <set>
-#include <sys/prctl.h>
+#include <sys/inotify.h>
+#include <sys/mman.h>
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 static std::string trainer() { return getenv("TRAIN_LORA") ? getenv("TRAIN_LORA") : "./train_lora"; }
@@ -64,6 +65,12 @@ TEST_CASE("ranks: every number of a divided array has one owner") {
             }
             CHECK(std::count(owners.begin(), owners.end(), 1) == (ptrdiff_t)count);
         }
+}
+
+static bool lives(pid_t pid) { // a zombie does not
+    std::ifstream file(format("/proc/%d/stat", (int)pid));
+    std::string id, name, state;
+    return file >> id >> name >> state && state != "Z";
 }
 
 // Forks into n ranks; f(rank) returns whether all is well. Returns the status of rank 0, and its output; `until`: a
@@ -151,18 +158,54 @@ TEST_CASE("ranks: what one of them says at its end is said once, and ends all; s
         CHECK(r.status == 1000 + SIGKILL);
         CHECK((r.err == "test: rank 1: no room\n" || r.err == "test: rank 1: rank 0 has gone\n"));
     }
-    // One that is still there and says nothing.
-    Result r = with_ranks(3, [](Ranks& ranks) {
-        if (ranks.rank == 1) prctl(PR_SET_PDEATHSIG, SIGKILL), raise(SIGSTOP);
-        return ranks.wait_for_the_end(), true;
-    }, 2);
-    CHECK(r.status == 1);
-    CHECK(r.err.find("test: rank 1 (process ") == 0);
-    CHECK(r.err.find("has not been heard of for 2 s\n") != std::string::npos);
-    r = with_ranks(3, [](Ranks& ranks) { return ranks.must_agree(ranks.rank == 2 ? "a\t1\nb\t2\n" : "a\t1\nb\t3\nc\t4\n"), true; });
+    const Result r = with_ranks(3, [](Ranks& ranks) { return ranks.must_agree(ranks.rank == 2 ? "a\t1\nb\t2\n" : "a\t1\nb\t3\nc\t4\n"), true; });
     CHECK(r.status == 1);
     CHECK(r.err.find("test: rank 2 (process ") == 0);
     CHECK(r.err.find("): its b is 2, and rank 0's is 3\n") != std::string::npos);
+}
+
+TEST_CASE("ranks: one that is stopped ends all within its silence, whatever they do, and stays behind as no process") {
+    pid_t* const stopped = (pid_t*)mmap(nullptr, sizeof(pid_t), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(stopped != MAP_FAILED);
+    auto stop = [&](double after) { // this process, by a thread of its own
+        *stopped = getpid();
+        std::thread([after] { usleep((useconds_t)(after * 1e6)), raise(SIGSTOP); }).detach();
+    };
+    struct Case { const char* name; double silence; std::function<bool(Ranks&)> f; std::string message; };
+    const std::vector<Case> cases = {
+        {"in a sum", 1, [&](Ranks& ranks) {
+            std::vector<float> x(1 << 20);
+            if (ranks.rank == 1) stop(0.2);
+            for (;;) ranks.sum(x.data(), x.size());
+            return true;
+        }, "has not been heard of for 1 s\n"},
+        {"at the end, while rank 0 still saves", 1, [&](Ranks& ranks) {
+            if (ranks.rank == 1) stop(0.2);
+            if (ranks.rank == 0) usleep(400'000);
+            return ranks.part(), true;
+        }, "has not been heard of for 1 s\n"},
+        {"and rank 0 has a fault", 20, [&](Ranks& ranks) {
+            if (ranks.rank == 1) stop(0);
+            usleep(100'000);
+            if (ranks.rank == 0) ranks.end("no room");
+            return ranks.wait_for_the_end(), true;
+        }, "test: no room\n"},
+    };
+    for (const Case& c : cases) {
+        INFO(c.name);
+        const double begun = seconds();
+        const Result r = with_ranks(3, c.f, c.silence, "", 0.1);
+        INFO(r.err);
+        CHECK(r.status == 1);
+        CHECK(lines(r.err).size() == 1);
+        CHECK(r.err.find(c.message) != std::string::npos);
+        if (c.silence < 20) CHECK(r.err.find("test: rank 1 (process ") == 0);
+        CHECK(seconds() - begun < c.silence + 10);
+        for (int i = 0; i < 100 && lives(*stopped); i++) usleep(10'000);
+        CHECK(!lives(*stopped));
+        kill(*stopped, SIGKILL);
+    }
+    munmap(stopped, sizeof(pid_t));
 }
 
 // ------------------------------------------------------------------------------------------------ train_lora
@@ -201,8 +244,11 @@ static const Rows& rows() {
 }
 
 using Environment = std::map<std::string, std::string>;
-static std::unique_ptr<Process> start(const Strings& arguments, const Environment& environment = {}) {
+// file_limit: bytes of the largest file.
+static std::unique_ptr<Process> start(const Strings& arguments, const Environment& environment = {}, rlim_t file_limit = RLIM_INFINITY) {
     return std::make_unique<Process>(trainer().c_str(), arguments + Strings{"-z", VOCABULARY, "-j", "1", "-d", "cpu"}, "", [&] {
+        const rlimit largest = {file_limit, file_limit};
+        setrlimit(RLIMIT_FSIZE, &largest);
         setenv("OMP_WAIT_POLICY", "passive", 1);
         for (auto& [name, value] : environment) setenv(name.c_str(), value.c_str(), 1);
     });
@@ -289,12 +335,6 @@ static std::vector<pid_t> children(pid_t pid) {
     for (pid_t child; file >> child;) all.push_back(child);
     return all;
 }
-static bool lives(pid_t pid) { // a zombie does not
-    std::ifstream file(format("/proc/%d/stat", (int)pid));
-    std::string id, name, state;
-    return file >> id >> name >> state && state != "Z";
-}
-
 TEST_CASE("ranks: a signal to any of them saves once and leaves; --resume goes on to the bit, and on another number from the same weights") {
     Scratch out;
     for (const std::string kind : {"--rank", "--full"}) {
@@ -357,6 +397,85 @@ TEST_CASE("ranks: one that dies ends all, at once and with a line that names it;
     }
     // A fault of rank 0 is reported once: the folder is none.
     check_refusal(start(of_kind("--rank") + Strings{"--gpus", "2", "-o", rows().all})->wait(), "train_lora", "all.bin");
+}
+
+// The line with which a run of several ranks failed; the only one.
+static std::string fault_of(const std::string& err) {
+    Strings faults;
+    for (auto& line : lines(err))
+        if (line.find("train_lora: ") == 0) faults.push_back(line);
+    INFO(err);
+    CHECK(faults.size() == 1);
+    return faults.empty() ? "" : faults[0];
+}
+static void check_same_run(const std::string& a, const std::string& b) {
+    CHECK(numbers(a) == numbers(b));
+    CHECK(read_file(a + "/adapter_model.safetensors") == read_file(b + "/adapter_model.safetensors"));
+    for (const char* field : {"loss", "grad_norm", "current_steps"}) CHECK(logged(a, field) == logged(b, field));
+}
+
+TEST_CASE("ranks: one that is killed while a file is written leaves a run that --resume ends to the bit") {
+    Scratch out;
+    const Strings how = of_kind("--rank") + Strings{"--steps", "40", "--batch", "1", "--gpus", "2", "--save-every", "1"};
+    train(how + Strings{"-o", out / "whole"});
+    const std::string parts = out / "parts";
+    fs::create_directory(parts);
+    struct Stage { uint32_t event; const char* name; };
+    Strings arguments = how + Strings{"-o", parts};
+    for (const Stage& stage : {Stage{IN_MODIFY, "trainer_log.jsonl"}, {IN_CREATE, "adapter_model.safetensors.tmp"}, {IN_CREATE, "state.safetensors.tmp"}})
+        for (int rank : {0, 1}) {
+            INFO("rank " << rank << " at " << stage.name);
+            const int watch = inotify_init1(IN_CLOEXEC);
+            REQUIRE(inotify_add_watch(watch, parts.c_str(), stage.event) >= 0);
+            const auto p = start(arguments);
+            for (int seen = 0; seen < 2;) { // the second time a state is there
+                alignas(inotify_event) char bytes[4096];
+                const ssize_t n = read(watch, bytes, sizeof bytes);
+                REQUIRE(n > 0);
+                for (ssize_t at = 0; at < n;) {
+                    const auto& e = *(const inotify_event*)(bytes + at);
+                    seen += std::string(e.name).find(stage.name) == 0;
+                    at += (ssize_t)(sizeof e + e.len);
+                }
+            }
+            const std::vector<pid_t> others = children(p->pid);
+            REQUIRE(others.size() == 1);
+            kill(rank ? others[0] : p->pid, SIGKILL);
+            const Result r = p->wait();
+            for (int i = 0; i < 1000 && lives(others[0]); i++) usleep(10'000);
+            close(watch);
+            CHECK(r.status == (rank ? 1 : 1000 + SIGKILL));
+            const std::string fault = fault_of(p->err.text());
+            if (rank) CHECK(fault.find(format("train_lora: rank 1 (process %d on ", (int)others[0])) == 0);
+            if (rank) CHECK(fault.find(") has gone") != std::string::npos);
+            else CHECK(fault == "train_lora: rank 1: rank 0 has gone");
+            arguments = how + Strings{"-o", parts, "--resume"};
+        }
+    CHECK(logged(parts, "loss", true).size() < 40);
+    train(arguments);
+    check_same_run(parts, out / "whole");
+    for (auto& entry : fs::directory_iterator(parts)) CHECK(entry.path().string().find(".tmp") == std::string::npos);
+}
+
+TEST_CASE("ranks: a disk that is full at rank 0 ends all with one line; the log keeps whole lines, and --resume goes on to the bit") {
+    Scratch out;
+    const Strings how = of_kind("--rank") + Strings{"--steps", "40", "--batch", "1", "--gpus", "2"};
+    train(how + Strings{"-o", out / "whole"});
+    const std::string parts = out / "parts", log = parts + "/trainer_log.jsonl";
+    const auto p = start(how + Strings{"-o", parts});
+    wait_for_steps(*p, parts, 8);
+    kill(p->pid, SIGINT);
+    REQUIRE(p->wait().status == 130);
+    const std::string before = read_file(log);
+    const Result full = start(how + Strings{"-o", parts, "--resume"}, {}, before.size() + 20)->wait();
+    CHECK(full.status == 1);
+    CHECK(fault_of(full.err) == "train_lora: " + log + ": File too large");
+    CHECK(read_file(log) == before); // no part of the next line
+    const Result no_state = start(how + Strings{"-o", parts, "--resume", "--save-every", "1"}, {}, before.size() + 2000)->wait();
+    CHECK(no_state.status == 1);
+    CHECK(fault_of(no_state.err).find(": File too large") != std::string::npos);
+    train(how + Strings{"-o", parts, "--resume"});
+    check_same_run(parts, out / "whole");
 }
 
 TEST_CASE("ranks: started as launchers do it; a rank with another file or option is refused, and one that is no rank") {

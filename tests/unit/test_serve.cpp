@@ -14,6 +14,7 @@
 #include "server/engine/pace.h"
 #include "server/engine/pages.h"
 #include "server/engine/router.h"
+#include "server/engines.h"
 #include "server/http/log.h"
 #include "server/http/server.h"
 #include "server/run.h"
@@ -436,36 +437,225 @@ TEST_CASE("several engines: a prompt goes where its beginning is cached, unless 
 }
 
 TEST_CASE("several engines: the answers of one; when an engine fails the others finish what it had, word for word") {
+    std::vector<Generation> want;
     for (int fails_after : {-1, 0, 3, 12}) {
         INFO("fails after step " << fails_after);
         Random random{21};
         Desk desk;
         desk.limit = 1000;
-        Window other;
+        Window other, last;
         const EngineOptions o{256, 4, 32, 32, 40 * Bench::page_bytes()};
         Engine<bf16> zero(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where);
-        Engine<bf16> one(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where, &other);
-        desk.windows.push_back(&other);
+        Engine<bf16> one(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where, &other), two(tiny().file.config, tiny().weights, tiny().tokenizer, desk, o, where, &last);
+        desk.windows.push_back(&other), desk.windows.push_back(&last);
         std::vector<Job> jobs;
         for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
         for (const Job& job : jobs) REQUIRE(desk.submit({job}));
         CHECK(desk.inbox.size() > 4);
         CHECK(other.inbox.size() > 4);
-        for (int step = 0; step < 20000; step++) {
-            if (step == fails_after) CHECK(zero.hand_over());
-            if (fails_after < 0 || step < fails_after) zero.step();
-            one.step();
-            if (desk.inside + other.inside + other.inbox.size() + other.handed.size() == 0) break;
+        for (int step = 0; step < 20000 && !desk.empty(); step++) {
+            if (step == fails_after) {
+                const size_t unfinished = desk.answers();
+                CHECK(zero.hand_over());
+                CHECK(desk.answers() == unfinished);
+                CHECK(other.handed.size() + other.inbox.size() > 0);
+                CHECK(one.hand_over()); // also those that it was handed and has not taken
+                CHECK(desk.answers() == unfinished);
+            }
+            if (fails_after < 0 || step < fails_after) zero.step(), one.step();
+            two.step();
         }
-        for (const Job& job : jobs) check_answer(job, expected(job, 256));
+        for (size_t i = 0; i < jobs.size(); i++) {
+            if (want.size() == i) want.push_back(expected(jobs[i], 256));
+            check_answer(jobs[i], want[i]);
+        }
         CHECK(*desk.load == 0);
         CHECK(*other.load == 0);
         CHECK(desk.look().stopped + desk.look().cut == 24);
-        CHECK(desk.look_at_each()[1].stopped + desk.look_at_each()[1].cut >= (fails_after < 0 ? 5 : 12));
+        CHECK(desk.look_at_each()[2].stopped + desk.look_at_each()[2].cut >= (fails_after < 0 ? 5 : 12));
         CHECK(desk.look().pages_used == 0);
         for (auto& [line, held] : desk.held) CHECK(held.jobs == 0);
-        if (fails_after >= 0) CHECK(!one.hand_over()); // there is no other now
+        if (fails_after >= 0) CHECK(!two.hand_over()); // there is no other now
     }
+}
+
+namespace {
+enum Fault { NONE, BEFORE_COMPUTE, AFTER_COMPUTE, AT_COLLECT };
+struct Failing : Engine<bf16> { // fails in its step `at`
+    Fault fault = NONE;
+    int at = 0, steps = 0;
+    using Engine<bf16>::Engine;
+    void fail(Fault here) const {
+        if (fault != here || steps <= at) return;
+        usleep(50'000); // the other engines go on
+        throw Error("CUDA: unspecified launch failure");
+    }
+    void compute(Step& s) override {
+        steps++;
+        fail(BEFORE_COMPUTE);
+        Engine<bf16>::compute(s);
+        fail(AFTER_COMPUTE);
+    }
+    void collect(Step& s) override {
+        fail(AT_COLLECT);
+        Engine<bf16>::collect(s);
+    }
+};
+
+// A failing engine and `others` that do not, with their threads.
+struct SeveralEngines {
+    server::Options options;
+    Desk desk;
+    std::unique_ptr<Failing> zero;
+    std::unique_ptr<Engines<bf16>> engines;
+    SeveralEngines(int others, Fault fault, int at) {
+        options.device = "cpu", options.threads = 1, options.gpus = 1 + others;
+        options.engine = {256, 4, 32, 32, 40 * Bench::page_bytes()};
+        desk.limit = 1000;
+        zero = std::make_unique<Failing>(tiny().file.config, tiny().weights, tiny().tokenizer, desk, options.engine, where);
+        zero->fault = fault, zero->at = at;
+        engines = std::make_unique<Engines<bf16>>(options, tiny().file, nullptr, *zero);
+    }
+    void start() { engines->start(options); }
+};
+
+std::string stderr_of(const std::function<void()>& f) {
+    MemoryFile err;
+    err.append_only();
+    fflush(stderr);
+    const int was = dup(2);
+    dup2(err.fd, 2);
+    f();
+    fflush(stderr);
+    dup2(was, 2), close(was);
+    return err.text();
+}
+} // namespace
+
+TEST_CASE("several engines: one fails at any place of a step; only the log says so") {
+    const std::string line = "serve: engine 0: CUDA: unspecified launch failure; the other engines finish its answers\n";
+    std::vector<Generation> want;
+    for (const Fault fault : {BEFORE_COMPUTE, AFTER_COMPUTE, AT_COLLECT})
+        for (int at : fault == AT_COLLECT ? std::vector<int>{0, 9} : std::vector<int>{9}) {
+            INFO("place " << (int)fault << ", step " << at);
+            Random random{5};
+            SeveralEngines e(2, fault, at);
+            std::vector<Job> jobs;
+            for (int i = 0; i < 15; i++) {
+                jobs.push_back(random_job(random, 256));
+                jobs.back().every = i % 2;
+                if (i % 3 == 0) jobs.back().prompt_alternatives = 1;
+            }
+            CHECK(stderr_of([&] {
+                for (const Job& job : jobs) REQUIRE(e.desk.submit({job}));
+                e.start();
+                auto waits = [&] { // read as a client reads, while engines run
+                    return std::count_if(jobs.begin(), jobs.end(), [](const Job& job) {
+                        std::lock_guard lock(job.reply->mutex);
+                        return job.reply->left > 0;
+                    });
+                };
+                for (const double end = seconds() + 30; waits() && seconds() < end;) usleep(2000);
+                CHECK(waits() == 0);
+                {
+                    std::lock_guard lock(e.desk.mutex);
+                    CHECK(e.desk.empty());
+                    CHECK(e.desk.answers() == 0);
+                }
+                e.engines.reset();
+            }) == line);
+            for (size_t i = 0; i < jobs.size(); i++) {
+                if (want.size() == i) want.push_back(expected(jobs[i], 256));
+                check_answer(jobs[i], want[i]);
+                size_t told = 0; // of the prompt, once
+                for (auto& p : jobs[i].reply->pieces) told += p.prompt.size();
+                CHECK(told == (jobs[i].prompt_alternatives >= 0 ? jobs[i].prompt.size() : 0));
+            }
+            CHECK(*e.desk.load == 0);
+            for (auto& [line, held] : e.desk.held) CHECK(held.jobs == 0);
+        }
+}
+
+TEST_CASE("several engines: one that fails during the shutdown finds the others still there") {
+    SeveralEngines e(1, AT_COLLECT, 5);
+    Random random{3};
+    Job job = random_job(random, 256);
+    job.max_tokens = 60, job.ignore_eos = true, job.stops.clear(), job.how.temperature = 1.5f;
+    const std::string told = stderr_of([&] {
+        REQUIRE(e.desk.submit({job}));
+        CHECK(e.desk.inbox.size() == 1); // that of the engine that fails
+        e.desk.close();
+        e.start();
+        e.engines.reset();
+    });
+    CHECK(told.find("the other engines finish its answers\n") != std::string::npos); // it did fail
+    check_answer(job, expected(job, 256));
+}
+
+TEST_CASE("HTTP: clients see nothing of an engine that fails if there is another; else they get an error, and the server ends") {
+    auto body = [](int i, const char* more) {
+        return question(std::to_string(i), format("\"seed\": %d, \"max_tokens\": 40, \"temperature\": 1.5%s", i, more));
+    };
+    ServerOptions options;
+    options.port = 0, options.log = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    auto answers_with = [&](int others, Fault fault, const std::function<void(Server&)>& f) {
+        return stderr_of([&] {
+            SeveralEngines e(others, fault, 12);
+            Server server(options, e.desk);
+            server.service = {&tiny().tokenizer, "tiny", "", 256, false};
+            server.start();
+            server.ready = true;
+            f(server);
+            e.start();
+            for (const double end = seconds() + 30; server.answering && seconds() < end; usleep(2000)) server.watch();
+            CHECK(server.answering == 0);
+            e.engines.reset();
+        });
+    };
+    auto texts_of = [&](int others, Fault fault, std::string& told) {
+        std::vector<std::unique_ptr<Http>> clients;
+        Strings texts;
+        told = answers_with(others, fault, [&](Server& server) {
+            for (int i = 0; i < 8; i++) {
+                clients.push_back(std::make_unique<Http>(server.port()));
+                clients.back()->ask("POST", "/v1/chat/completions", body(i, i % 2 ? ", \"stream\": true" : ""));
+            }
+            while (server.answering < clients.size()) usleep(1000); // all are in before the engines begin
+        });
+        for (size_t i = 0; i < clients.size(); i++) {
+            const HttpReply r = clients[i]->reply();
+            CHECK(r.status == 200);
+            std::string text;
+            if (i % 2 == 0) text = Json(r.body)["choices"][0]["message"]["content"].str();
+            else for (auto& event : events_of(r.body))
+                if (event != "[DONE]") text += Json(event)["choices"][0]["delta"]["content"].str();
+            texts.push_back(text);
+        }
+        return texts;
+    };
+    std::string told;
+    const Strings want = texts_of(0, NONE, told);
+    CHECK(told == "");
+    CHECK(std::count(want.begin(), want.end(), "") == 0);
+    CHECK(texts_of(1, AT_COLLECT, told) == want);
+    CHECK(lines(told).size() == 1);
+    // No other engine.
+    std::unique_ptr<Http> waits, streams;
+    told = answers_with(0, AT_COLLECT, [&](Server& server) {
+        waits = std::make_unique<Http>(server.port()), streams = std::make_unique<Http>(server.port());
+        waits->ask("POST", "/v1/chat/completions", body(1, ""));
+        streams->ask("POST", "/v1/chat/completions", body(2, ", \"stream\": true"));
+        while (server.answering < 2) usleep(1000);
+    });
+    CHECK(told == "serve: CUDA: unspecified launch failure\n");
+    const HttpReply r = waits->reply();
+    CHECK(r.status == 503);
+    CHECK(r.body.find("the engine has failed") != std::string::npos);
+    CHECK(streams->head().status == 200);
+    std::string begun;
+    CHECK_THROWS_AS(while (streams->chunk(begun)) {}, Error);
+    CHECK(events_of(begun).size() > 5);
+    close(options.log);
 }
 
 TEST_CASE("the desk is bounded") {
