@@ -53,7 +53,7 @@ static const Command COMMANDS[] = {
     {"prompt", "chunks.jsonl", "--model --max-tokens --subject --examples --lang --chapter-quota --dropped", 1, 1,
      run_prompt, "writes requests in OpenAI's Batch format from the templates in data/datagen/prompts/"},
     {"ask", "rows.jsonl", "--model --max-tokens --top-logprobs --dropped", 1, 1, run_ask,
-     "writes requests that ask a teacher the rows' questions, for its answers with log-probabilities"},
+     "writes requests that send the rows' questions to a teacher, for answers with log-probabilities"},
     {"generate", "requests.jsonl",
      "--url --key-env --model --parallel --timeout --retries --journal --again --dropped", 1, 1, run_generate,
      "sends the requests to an OpenAI-compatible endpoint (--url URL, --key-env VARIABLE)"},
@@ -91,7 +91,7 @@ static std::vector<Option> option_table(Arguments& a) {
          "endpoint's only one)", {}},
         {"", "--max-tokens", "N", "longest reply in tokens; 0: no limit (default: 400, 700, 1500 for each\n"
          "easy, medium, hard question; ask: no limit)", {}},
-        {"", "--top-logprobs", "N", "likeliest tokens to report at each place (default 20)", {}},
+        {"", "--top-logprobs", "N", "likeliest tokens to report at each position (default 20)", {}},
         {"", "--subject", "TEXT", "subject of the book, for the templates (default: not stated)", {}},
         {"", "--examples", "DIR|none", "folder with examples for the templates, such as en/easy.json (default:\n"
          "examples of several everyday subjects)", {}},
@@ -99,13 +99,13 @@ static std::vector<Option> option_table(Arguments& a) {
          "language of the rows, zh or en (default: as each row states)", {}},
         {"", "--chapter-quota", "N", "most questions per chapter (default: no limit)", {}},
         {"", "--url", "URL", "generate: an OpenAI-compatible endpoint, with or without /v1; grade: the\n"
-         "server to grade; needed", {}},
+         "server to grade (required)", {}},
         {"", "--key-env", "NAME", "environment variable with the API key (default: no key is sent)", {}},
         {"", "--parallel", "N", "requests at once (default 8)", {}},
         {"", "--timeout", "SECONDS", "seconds to wait for a reply (default 300)", {}},
         {"", "--retries", "N", "retries per failed request (default 6)", {}},
         {"", "--journal", "FILE", "file that stores each reply at once (default: INPUT.journal)", {}},
-        {"", "--again", "FILE", "collect's dropped file: ask unusable replies again (default: off)", {}},
+        {"", "--again", "FILE", "collect's dropped file: repeat the requests of unusable replies (default: off)", {}},
         {"", "--chunks", "FILE", "output of `chunk`: the source of each row (needed by collect; filter's\n"
          "default: do not compare answers with their source)", {}},
         {"", "--rows", "FILE", "the rows of `ask`: replies become rows with log-probabilities (default: the\n"
@@ -113,7 +113,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--terms", "FILE|auto", "require one of these terms in each row; auto: take the terms from the\n"
          "chunks (default: off)", {}},
         {"", "--skip", "RULE,...", "rules to turn off (default: none)", {}},
-        {"", "--test", "N", "rows of the test set; needed", {}},
+        {"", "--test", "N", "rows of the test set (required)", {}},
         {"", "--seed", "N", "seed of the split (default 0)", {}},
         {"", "--drop-leaks", "", "drop training rows that share text with test rows", {}},
         {"", "--max-len", "N", "longest row in tokens (default 512)", {}},
@@ -126,7 +126,7 @@ static std::vector<Option> option_table(Arguments& a) {
         {"", "--predict-limit", "SECONDS", "seconds for all answers (default 360)", {}},
         {"", "--least", "X", "lowest ROUGE-L that passes (default 0.35)", {}},
         {"", "--json", "FILE", "write the report and each answer as one JSON object (default: off)", {}},
-        {"", "--name", "NAMES", "names of datasets in dataset_info.json, with commas between them; needed to\n"
+        {"", "--name", "NAMES", "comma-separated names of datasets in dataset_info.json; required to\n"
          "read one", {}},
     };
     for (auto& o : table) {

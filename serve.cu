@@ -181,8 +181,8 @@ static std::vector<Option> option_table(Options& o) {
          file_name(o.server.files)},
         {"", "--allow-adapter-loading", "", "let clients load and unload adapters from this machine's folders",
          flag(o.server.swaps)},
-        {"", "--adapter-memory", "GB", "most memory for adapters that clients load (default: of the memory free\n"
-         "at start CPU a quarter, GPU half)", gigabytes(o.engine.adapter_bytes)},
+        {"", "--adapter-memory", "GB", "most memory for adapters that clients load (default: a quarter of the\n"
+         "memory free at start, on a GPU half of it)", gigabytes(o.engine.adapter_bytes)},
         {"", "--title", "TEXT", "title of the chat page (default Warp)", text(o.server.title)},
         {"", "--starter", "TEXT", "question suggested on the chat page; may be repeated (default: the\n"
          "model's)",
@@ -209,7 +209,7 @@ static Options parse_options(int argc, char** argv) {
     const std::vector<std::string> words = parse(table, argc, argv);
     if (o.help) return print_help(USAGE, table), o;
     if (words.empty()) DIE("no model named (--help lists the options)");
-    if (words.size() > 1) DIE("one model, please: %s and %s", words[0].c_str(), words[1].c_str());
+    if (words.size() > 1) DIE("expected one model: %s and %s", words[0].c_str(), words[1].c_str());
     o.model = words[0];
     if (o.batch.empty() != o.output.empty())
         DIE(o.output.empty() ? "--batch needs -o FILE, where the answers go" : "-o is for --batch");

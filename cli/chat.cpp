@@ -173,18 +173,18 @@ void Chat::answer(std::vector<Message> asked) {
     for (int n = 0;; n++) {
         g = how;
         if (!speak_on(asked, called, sources, g))
-            return say("stopped before the answer: the question is taken back");
+            return say("stopped before the answer: the question is removed");
         const std::vector<std::string> calls = commands.empty() || interrupted ? std::vector<std::string>{}
                                                                                : calls_of(tokenizer, g.ids);
         if (calls.empty()) break;
-        if (n == MOST_CALLS) DIE("%d calls and no answer: the question is taken back", n);
+        if (n == MOST_CALLS) DIE("%d calls and no answer: the question is removed", n);
         std::vector<Message> results;
         Message said{"assistant", ""};
         for (auto& call : calls) {
             auto confirm = [&](const std::string& words) { return user->confirm("run " + words + "?"); };
             results.push_back({"tool", do_call(commands, call, said, confirm, [] { return interrupted != 0; })});
             say(results.back().content);
-            if (interrupted) return say("stopped before the answer: the question is taken back");
+            if (interrupted) return say("stopped before the answer: the question is removed");
         }
         called.push_back(said);
         called.insert(called.end(), results.begin(), results.end());

@@ -131,7 +131,7 @@ void convert_adapter(const Options& o, bool asks_more) {
         DIE("--convert-adapter goes with a model and --adapter alone: no question, --convert or --dtype");
     if (o.adapter.empty()) DIE("--convert-adapter: --adapter DIR names the adapter");
     if (!ends_in(o.convert_adapter, ".gguf"))
-        DIE("--convert-adapter %s: a path that ends in .gguf, please", o.convert_adapter.c_str());
+        DIE("--convert-adapter %s: expected a path that ends in .gguf", o.convert_adapter.c_str());
     const ModelFile file(o.model);
     const AdapterFile adapter(o.adapter, file.config);
     must_be_new("--convert-adapter", o.convert_adapter, o.overwrite);

@@ -68,7 +68,7 @@ static std::vector<Option> option_table(Options& o) {
          [&o](const char* option, const char* v) { parse_seed(o, option, v); }},
         {"-n", "--max-tokens", "N", "longest answer in tokens (default: up to the end of the context)",
          whole(o.max_tokens, 0, INT_MAX)},
-        {"", "--lookup", "N", "speculation: when the latest tokens stood earlier in the text, propose\n"
+        {"", "--lookup", "N", "speculation: if the latest tokens occurred earlier in the text, propose\n"
          "up to N (at most 7) tokens that followed there and verify them in one\n"
          "step; answers do not change (default 7; on a GPU 7 only with one\n"
          "kernel per token; with --invariant the default is 0)",
@@ -161,8 +161,8 @@ Options parse_options(int argc, char** argv) {
     const std::vector<Option> table = option_table(o);
     const std::vector<std::string> words = parse(table, argc, argv);
     if (o.help) print_help(USAGE, table);
-    if (words.size() > 2) DIE("one model and one question, please, in quotes: %s is too much", words[2].c_str());
-    if (words.size() == 2 && o.has_input) DIE("one question, please: %s and -i %s", words[1].c_str(), o.input.c_str());
+    if (words.size() > 2) DIE("expected one model and one question in quotes: %s is too much", words[2].c_str());
+    if (words.size() == 2 && o.has_input) DIE("expected one question: %s and -i %s", words[1].c_str(), o.input.c_str());
     if (words.size() > 0) o.model = words[0];
     if (words.size() == 2) text(o.input)("the question", words[1].c_str()), o.has_input = true;
     return o;

@@ -140,7 +140,7 @@ int run(int argc, char** argv) {
     if (!o.tools.empty() && (asks || measures || retrieves))
         DIE("--tools is for a chat: not with a question, --ppl, --eval, --bench, --embed or --rerank");
     if ((!asks || retrieves) && (o.raw || (o.json && !measures) || o.logits_hash || !o.logits_file.empty()))
-        DIE("nothing asked: -i TEXT gives a question (a chat, which is without it, has no --raw, --json or --logits)");
+        DIE("no question: -i TEXT gives one (a chat has no --raw, --json or --logits)");
     if (!o.convert.empty()) return convert(o, asks || measures || retrieves), 0;
     if (!o.convert_adapter.empty()) return open_adapter(o), convert_adapter(o, asks || measures || retrieves), 0;
     if (!o.quantize.empty()) return quantize(o, asks || measures || retrieves);

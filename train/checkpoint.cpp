@@ -174,7 +174,7 @@ typename Trainer<T>::Begun Trainer<T>::check_state(const char* name, const Metad
         for (auto [key, value] : one->root().members()) {
             if (begun.ranks != ranks.size && free.count(std::string(key))) continue;
             if (const std::string was = said(theirs.root()[key]), is = said(ours.root()[key]); was != is)
-                DIE("%s: begun with %s %s, not %s: --resume goes on with a run as it was begun", name, key.c_str(),
+                DIE("%s: begun with %s %s, not %s: --resume needs the same options", name, key.c_str(),
                     was.c_str(), is.c_str());
         }
     return begun;

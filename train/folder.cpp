@@ -40,7 +40,7 @@ void RunFolder::take() {
     lock = ::open(o.out.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (lock < 0) DIE("%s: %s", o.out.c_str(), strerror(errno));
     if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) // (other faults: a file system without locks)
-        DIE("%s: another train_lora is at work in it", o.out.c_str());
+        DIE("%s: another train_lora is using it", o.out.c_str());
 }
 
 void RunFolder::check() const {
@@ -51,7 +51,7 @@ void RunFolder::check() const {
     must_be_writable("-o", o.out, true);
     if (old && !o.resume && !o.overwrite)
         DIE("%s: %s", out, exists("state.safetensors")
-                               ? "holds a run; --resume goes on with it, --overwrite replaces it"
+                               ? "holds a run: --resume continues it, --overwrite replaces it"
                                : "holds a run without a checkpoint; --overwrite replaces it");
     const std::string result = o.out + "/model.bin";
     if (o.overwrite && (same_file(o.model, result) || same_file(o.model + "/model.bin", result)))

@@ -220,8 +220,8 @@ void check_options(const TrainOptions& o) {
         if (question.find_first_not_of(" \n\t") == question.npos) DIE("--ask: a question without words");
     if (o.train.empty() && (o.watch >= 0 || !o.questions.empty()))
         DIE("%s is for training", o.watch >= 0 ? "--watch" : "--ask");
-    if (!o.train.empty() && o.out.empty()) DIE("-o DIR says where the adapter goes");
-    if (o.resume && o.overwrite) DIE("--resume goes on with a run and --overwrite replaces it: not both");
+    if (!o.train.empty() && o.out.empty()) DIE("-o DIR is needed: the output folder");
+    if (o.resume && o.overwrite) DIE("--resume continues a run, --overwrite replaces it: not both");
     const std::string adapter = !o.says_lora.empty() ? o.says_lora : o.merge.empty() ? "--adapter-init" : "--merge";
     if (o.full && (!o.adapter_init.empty() || !o.merge.empty() || !o.says_lora.empty()))
         DIE("--full trains the model itself: there is no adapter for %s", adapter.c_str());
@@ -277,7 +277,7 @@ static std::vector<std::string> parse_all(TrainOptions& o, const std::vector<Opt
             if (*row.name && (name == row.brief || name == row.name))
                 for (auto& said : recipe.options)
                     if (said == row.brief || said == row.name)
-                        DIE("%s: %s is the recipe's to say: change it there", first.recipe.c_str(), row.name);
+                        DIE("%s: %s is set by the recipe: change it there", first.recipe.c_str(), row.name);
         words.push_back(argv[i]);
     }
     o.packs = recipe.packs;
@@ -296,7 +296,7 @@ TrainOptions parse_options(int argc, char** argv) {
     const std::vector<std::string> words = parse_all(o, table, argc, argv);
     if (o.help) return print_help(USAGE, table), o;
     if (words.empty()) DIE("no model named (--help lists the options)");
-    if (words.size() > 2) DIE("one model and one dataset, please; %s is too much", words[2].c_str());
+    if (words.size() > 2) DIE("expected one model and one dataset: %s is too much", words[2].c_str());
     o.model = words[0];
     if (words.size() == 2) o.train = words[1];
     if (!o.grpo) o.rl.group = 1; // of --on-policy

@@ -655,11 +655,11 @@ TEST_CASE("a model with fewer rows than the tokenizer has ids answers with the i
 TEST_CASE("options that make no sense") {
     const struct { Strings arguments; const char* word; } cases[] = {
         {{}, "no model named"},
-        {{TINY, "--json"}, "nothing asked"},
-        {{TINY, "--raw"}, "nothing asked"},
-        {{TINY, "--logits-hash"}, "nothing asked"},
-        {{TINY, "what", "is", "a", "warp?"}, "one model and one question, please, in quotes: is is too much"},
-        {{TINY, "why?", "-i", "x"}, "one question, please: why? and -i x"},
+        {{TINY, "--json"}, "no question: -i TEXT"},
+        {{TINY, "--raw"}, "no question: -i TEXT"},
+        {{TINY, "--logits-hash"}, "no question: -i TEXT"},
+        {{TINY, "what", "is", "a", "warp?"}, "expected one model and one question in quotes: is is too much"},
+        {{TINY, "why?", "-i", "x"}, "expected one question: why? and -i x"},
         {{TINY, "x", "--ids", "1", "--bench"}, "one thing at a time"},
         {{"--frobnicate"}, "unknown option --frobnicate"},
         {{"--frobnicate=1"}, "unknown option --frobnicate"},

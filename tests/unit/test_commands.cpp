@@ -184,7 +184,7 @@ TEST_CASE("chat: a command runs when the user says yes, and only then") {
         t.type("day\r");
         t.wait_for(question);
         t.type("\003"); // Ctrl-C is no, and takes the question back
-        t.wait_for("taken back");
+        t.wait_for("is removed");
         t.wait_for("> ");
         CHECK(!fs::exists(t.scratch / "hacked"));
         t.type("/exit\r");

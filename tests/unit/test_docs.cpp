@@ -433,7 +433,7 @@ TEST_CASE("docs: figures that the README says were measured are in performance.m
             checked++;
         }
     };
-    const size_t begin = text.find("\n## Beside others\n"), end = text.find("\n## Models and memory\n");
+    const size_t begin = text.find("\n## Comparison with other projects\n"), end = text.find("\n## Models and memory\n");
     REQUIRE(begin < end);
     REQUIRE(end != text.npos);
     const std::string section = text.substr(begin, end - begin);

@@ -675,7 +675,7 @@ TEST_CASE("qwen3 --embed, --rerank: files, standard input, order; faults before 
     refused({"--embed", "-i", "a", "--dimensions", "49"}, "48");
     refused({"--embed", "-i", "a", "--dimensions", "0"}, "--dimensions");
     refused({"--embed", "--rerank", "-i", "a", "--texts", "-"}, "one thing at a time");
-    refused({"--embed", "-i", "a", "--json"}, "nothing asked");
+    refused({"--embed", "-i", "a", "--json"}, "no question: -i TEXT");
     refused({"--rerank", "-i", "a"}, "--rerank takes");
     refused({"--rerank", "-i", "", "--texts", "-"}, "the query is empty", "a\n");
     refused({"--rerank", "-i", "a", "--texts", "-", "-c", "50"}, "the question alone", "a\n");

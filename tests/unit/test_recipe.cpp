@@ -109,7 +109,7 @@ eval_steps: 3
     CHECK(logged(own, "eval_loss") == logged(out, "eval_loss"));
     CHECK(logged(out, "loss").size() == 8);
     // An option adds to the recipe's, and does not contradict it. A run's rows are not packed anew.
-    check_refusal(run(trainer(), Strings{"--recipe", path, "--lr", "2e-3"} + ONE), "train_lora", "--lr is the recipe's to say");
+    check_refusal(run(trainer(), Strings{"--recipe", path, "--lr", "2e-3"} + ONE), "train_lora", "--lr is set by the recipe");
     std::string keeps = read_file(path);
     const std::string overwrite = "overwrite_output_dir: true\n";
     REQUIRE(keeps.find(overwrite) != keeps.npos);

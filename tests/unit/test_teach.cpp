@@ -96,13 +96,13 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(count(r.err, "the run is shown at http://127.0.0.1:") == can_watch);
     CHECK(count(r.err, "step 16/80 ") == 0); // it went on after it
     CHECK(count(r.err, "step 80/80 ") >= 1);
-    for (auto done : {"collecting", "leaving out", "packing", "as it is"}) CHECK(count(r.err, done) == 0);
-    const Score before = score(r.out, "learnt, before", 4), after = score(r.out, "learnt, after", 4);
-    const Score echo = score(r.out, "learnt: the question as answer", 4);
+    for (auto done : {"collecting", "filtering", "packing", "before training"}) CHECK(count(r.err, done) == 0);
+    const Score before = score(r.out, "training, before", 4), after = score(r.out, "training, after", 4);
+    const Score echo = score(r.out, "training: the question as answer", 4);
     CHECK(before.high < 30);
     CHECK(after.low > std::max(before.high, echo.high));
     CHECK(after.mean > 60);
-    CHECK(score(r.out, "kept, after", 6).mean > score(r.out, "kept, before", 6).high); // ROUGE-1 of what it never saw
+    CHECK(score(r.out, "held-out, after", 6).mean > score(r.out, "held-out, before", 6).high); // ROUGE-1 of what it never saw
 
     // The command that it ends with, given a question.
     size_t at = r.out.find("Chat with it about ");
@@ -137,12 +137,12 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(lines(again.err).size() <= 2); // the line about what it takes, and a blank one
 
     // Its final output comes from the table: of three questions, and in two sentences.
-    CHECK(r.out.find("\nIt knows by heart the questions that it learnt (ROUGE-L ") != std::string::npos);
-    CHECK(r.out.find(" questions that it did not learn", at) != std::string::npos);
-    CHECK(count(r.out, "\nlearnt: ") == 2);
-    CHECK(count(r.out, "\nkept: ") == 1);
-    CHECK(count(r.out, "\n    wanted: ") == 3);
-    CHECK(count(r.out, "\n    now:    ") == 3);
+    CHECK(r.out.find("\nThe model has memorised its training questions (ROUGE-L ") != std::string::npos);
+    CHECK(r.out.find(" held-out questions ", at) != std::string::npos);
+    CHECK(count(r.out, "\ntraining: ") == 2);
+    CHECK(count(r.out, "\nheld-out: ") == 1);
+    CHECK(count(r.out, "\n    reference: ") == 3);
+    CHECK(count(r.out, "\n    after:     ") == 3);
     // The report is one file with the curve, the recipe, the verdict and every measured answer, as text.
     const std::string answers = scratch / "Die Uhr 钟/before-learnt.jsonl", page = scratch / "Die Uhr 钟/report.html";
     std::string answered = read_file(answers);
@@ -157,10 +157,10 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
     CHECK(count(report, "<dt>before</dt>") == 3);
     CHECK(count(report, " --full") == 1);
     CHECK(count(report, "15 rows, 80 steps in 0:") == 1);
-    CHECK(count(report, "<p>It knows by heart the questions that it learnt (ROUGE-L ") == 1);
-    CHECK(count(report, "<tr><td>learnt, after<td>15<td>") == 1);
-    CHECK(count(report, "<tr><td>learnt<td>") == 15);
-    CHECK(count(report, "<tr><td>kept<td>") == 4);
+    CHECK(count(report, "<p>The model has memorised its training questions (ROUGE-L ") == 1);
+    CHECK(count(report, "<tr><td>training, after<td>15<td>") == 1);
+    CHECK(count(report, "<tr><td>training<td>") == 15);
+    CHECK(count(report, "<tr><td>held-out<td>") == 4);
     CHECK(count(report, "&lt;script>a &amp; b&lt;/script>\nc") == 1);
     for (auto part : {"<script", " src=", " href=", "url("}) CHECK(count(report, part) == 0);
     const std::string table = scratch / "Die Uhr 钟/after-learnt", row = read_file(table);
@@ -172,8 +172,10 @@ TEST_CASE("the offline book: stopped in the middle and resumed, the model answer
         write_file(table, other);
         return teach(words, scratch.path).wait().out;
     };
-    CHECK(judged("11.97 [8.00, 14.00]").find("\nIt has not learnt the questions (ROUGE-L 12.0 of 100") != std::string::npos);
-    CHECK(judged("45.00 [41.00, 49.00]").find("\nIt has learnt the questions in part (ROUGE-L 45.0 of 100") != std::string::npos);
+    const std::string verdicts[] = {"not learnt its training questions (ROUGE-L 12.0 of 100",
+                                    "partly learnt its training questions (ROUGE-L 45.0 of 100"};
+    CHECK(judged("11.97 [8.00, 14.00]").find("\nThe model has " + verdicts[0]) != std::string::npos);
+    CHECK(judged("45.00 [41.00, 49.00]").find("\nThe model has " + verdicts[1]) != std::string::npos);
 }
 
 TEST_CASE("the recipe follows from the number of rows") {
@@ -272,11 +274,11 @@ TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a boo
     r = teach(words, scratch.path, other_shell()).wait();
     INFO(r.err);
     CHECK(r.status == 1); // all answers are the same, so one question is left
-    CHECK(r.err.find("too few questions are left to learn from and keep 4 for measuring: 1 ") != std::string::npos);
+    CHECK(r.err.find("too few questions are left to train on and to hold out 4: 1 ") != std::string::npos);
     CHECK(fs::last_write_time(work + "/chunks.jsonl") == cut);
     const int asked = endpoint.asked;
     CHECK(asked == (int)lines(read_file(work + "/requests.jsonl")).size() + 2); // two replies had no question
-    CHECK(r.err.find("2 replies have no question that can be used, and are asked again") != std::string::npos);
+    CHECK(r.err.find("2 replies have no usable question; asking again") != std::string::npos);
     endpoint.useless = 0;
     CHECK(teach(words, scratch.path).wait().status == 1);
     CHECK(endpoint.asked == asked);
@@ -295,9 +297,9 @@ TEST_CASE("an endpoint that refuses, that answers, and is not asked twice; a boo
     write_file(scratch / "two pages.md", read_file(BOOK).substr(0, 5000));
     write_file(scratch / "one line.md", "The clock of Oderby runs on rain.\n");
     for (const char* name : {"two pages.md", "one line.md"})
-        check_refusal(teach({name, "--model", MODEL, "--endpoint", url}, scratch.path).wait(), "teach", "too few to learn from");
+        check_refusal(teach({name, "--model", MODEL, "--endpoint", url}, scratch.path).wait(), "teach", "too few to train on");
     check_refusal(teach({book, "--model", MODEL, "--endpoint", url, "--test", "100", "-o", "w100"}, scratch.path).wait(), "teach",
-                  "too few to learn from and to keep 100 for measuring");
+                  "too few to train on and to hold out 100");
     CHECK(endpoint.asked == before);
 }
 

@@ -609,7 +609,7 @@ TEST_CASE("one run in a folder at a time; leftovers of a run that was killed are
     for (const char* option : {"--resume", "--overwrite"}) {
         const Result second = start(program_name, how + Strings{option}).wait();
         CHECK(second.status == 1);
-        CHECK(second.err.find(out + ": another train_lora is at work in it") != std::string::npos);
+        CHECK(second.err.find(out + ": another train_lora is using it") != std::string::npos);
     }
     kill(first.pid, SIGKILL);
     first.wait();
@@ -720,7 +720,7 @@ TEST_CASE("bad input: one line each") {
     refused({TINY, "-o", out / "a", "--adapter-init", FIXTURES + "adapter", "--merge", out / "m"}, "-o is for training");
     refused({TINY, rows().first, "-o", out / "a", "--merge", ""}, "--merge needs a value");
     refused({TINY, rows().first, "--output="}, "--output needs a value");
-    refused({TINY, rows().first, "x", "-o", out / "a"}, "one model and one dataset");
+    refused({TINY, rows().first, "x", "-o", out / "a"}, "expected one model and one dataset");
     refused({TINY, "/nowhere.bin", "-o", out / "a"}, "/nowhere.bin: No such file");
     refused({TINY, TINY, "-o", out / "a"}, "not a dataset");
     refused(good + Strings{"--wings"}, "unknown option --wings");
@@ -759,7 +759,7 @@ TEST_CASE("bad input: one line each") {
     // A folder that holds a run is not trampled on, and replaced on demand.
     train(good + Strings{"--steps", "1", "--rank", "2", "--alpha", "4"} + ONE);
     const std::string before = result_of(out / "a");
-    refused(good, "holds a run; --resume goes on with it, --overwrite replaces it");
+    refused(good, "holds a run: --resume continues it, --overwrite replaces it");
     CHECK(result_of(out / "a") == before);
     train(good + Strings{"--steps", "1", "--rank", "3", "--overwrite"} + ONE);
     CHECK(result_of(out / "a") != before);
