@@ -2123,7 +2123,7 @@ TEST_CASE("the command line") {
             const std::string what = std::string(c.name) + " " + o.name;
             INFO(what);
             CHECK((own.find(o.help) != std::string::npos || own.find(std::string(o.help).substr(0, 40)) != std::string::npos) == mine);
-            CHECK((*o.value == 0 || std::string(o.help).find("default") != std::string::npos || std::string(o.help).find("needed") != std::string::npos || name == "--tokens"));
+            CHECK((*o.value == 0 || std::string(o.help).find("default") != std::string::npos || std::string(o.help).find("required") != std::string::npos || name == "--tokens"));
         }
     }
     CHECK(good({"score", "--help"}).out.find("--seed") != std::string::npos);
