@@ -45,9 +45,11 @@ template <class Set> struct ByteReader {
         Set::panel(v, p, apart);
     }
     static INLINE void floats(Float& v, const Int& u) { v = __builtin_convertvector(u, Float); }
-    static INLINE void half(Float& v, const Int& u) { // the lower 16 bits, a finite one
-        const Int bits = (u & 0x7fff) << 13 | (u & 0x8000) << 16;
-        v = (Float)bits * 0x1p112f;
+    static INLINE void half(Float& v, const Int& u) { // the lower 16 bits, a finite one; without subnormal floats
+        const Int size = u & 0x7fff, normal = (size << 13) + (112 << 23), is_small = size < 0x400;
+        floats(v, size);
+        v *= 0x1p-24f;
+        v = (Float)(((Int)v & is_small) | (normal & ~is_small) | (u & 0x8000) << 16);
     }
     static INLINE void halves(Float (&v)[8], const Int (&u)[4]) {
         UNROLL for (int i = 0; i < 4; i++) half(v[2 * i], u[i]), half(v[2 * i + 1], u[i] >> 16);
