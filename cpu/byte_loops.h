@@ -14,6 +14,7 @@
 //                   add up in 16 bits; `widen` adds these up in 32
 //     multiply_add_signed, NARROW alone: of signed bytes, in 32 bits
 //     fma           sum += a * b, rounded once
+//     SQUARE        tokens that multiply_squares multiplies at once (0: none); it returns the number of those it did
 namespace {
 constexpr int STACK = 2; // vectors of rows of a chunk
 
@@ -208,10 +209,11 @@ static void multiply_chunk(float* y, const ByteChunk<Set>& w, const int8_t* x, c
                 UNROLL for (int s = 0; s < STACK; s++) Set::widen(total[s][m], part[s][m]);
         }
         UNROLL for (int m = 0; m < M; m++) {
-            const RoundedGroup& token = of[m * in / GROUP];
+            Int scale, offset;
+            Set::fill(scale, &of[m * in / GROUP].scale), Set::fill(offset, &of[m * in / GROUP].offset);
             UNROLL for (int s = 0; s < STACK; s++) {
-                Set::fma(sum[s][m], __builtin_convertvector(total[s][m], Float), w.d[g][s] * token.scale);
-                if constexpr (Kind::OFFSET) Set::fma(sum[s][m], w.m[g][s], Float{} + token.offset);
+                Set::fma(sum[s][m], __builtin_convertvector(total[s][m], Float), w.d[g][s] * (Float)scale);
+                if constexpr (Kind::OFFSET) Set::fma(sum[s][m], w.m[g][s], (Float)offset);
             }
         }
     }
@@ -224,6 +226,7 @@ static void multiply_tokens(float* y, const ByteChunk<Set>& w, const int8_t* x, 
                             int N) {
     constexpr int M = Set::TOKENS;
     int n = 0;
+    if constexpr (Set::SQUARE > 0) n = Set::template multiply_squares<Kind>(y, w, x, group, in, N);
     for (; n + M <= N; n += M)
         multiply_chunk<Set, Kind, M>(y + n * TILE_ROWS, w, x + n * in, group + n * in / GROUP, in);
     for (; n < N; n++) multiply_chunk<Set, Kind, 1>(y + n * TILE_ROWS, w, x + n * in, group + n * in / GROUP, in);

@@ -8,5 +8,5 @@
 using ByteTile = int (*)(float* y, const StoredRows& W, int b, size_t row_bytes, size_t row, int rows,
                          const int8_t* x, const RoundedGroup* group, int N);
 #ifdef HAVE_SIMD
-extern const ByteTile avx2_bytes, vnni_bytes;
+extern const ByteTile avx2_bytes, vnni_bytes, amx_bytes;
 #endif

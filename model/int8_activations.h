@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
+#include <limits>
 
 // 32 neighbours of a token: x = q scale.
 struct RoundedGroup {
@@ -22,19 +24,19 @@ void round_to_bytes(int8_t* q,           // (in) out
                     const T* x,          // (in), a multiple of 32
                     int in) {
     for (int first = 0; first < in; first += GROUP, group++) {
-        float size[GROUP], largest = 0, finite = 0;
-        for (int i = 0; i < GROUP; i++) size[i] = std::fabs((float)to_acc(x[first + i]));
-        for (int i = 0; i < GROUP; i++) finite += size[i] * 0; // NaN, or 0
-        for (int i = 0; i < GROUP; i++) largest = std::max(largest, size[i]);
-        const bool some = finite == 0 && largest >= 0x1p-100f;
-        const float inverse = some ? 127 / largest : 0;
-        int sum[2] = {};
-        for (int i = 0; i < GROUP; i++) {
-            const float shifted = some ? (float)to_acc(x[first + i]) * inverse + 12582912.f : 12582912.f; // 1.5 * 2^23
-            const int nearest = load_as<int>(&shifted) - 0x4b400000; // rounded by the addition
-            q[first + i] = (int8_t)nearest, sum[i / 16] += nearest;
-        }
-        group->scale = some ? largest / 127 : finite;
+        float v[GROUP];
+        int bits[GROUP], most = 0, nearest[GROUP], sum[2] = {};
+        for (int i = 0; i < GROUP; i++) v[i] = (float)to_acc(x[first + i]);
+        memcpy(bits, v, sizeof bits);
+        for (int i = 0; i < GROUP; i++) most = std::max(most, bits[i] & 0x7fffffff); // (in the order of sizes)
+        const bool finite = most < 0x7f800000;
+        const float largest = finite ? load_as<float>(&most) : 0, kept = largest >= 0x1p-100f ? largest : 0;
+        const float inverse = kept > 0 ? 127 / kept : 0;
+        for (int i = 0; i < GROUP; i++) v[i] = (finite ? v[i] : 0) * inverse + 12582912.f; // 1.5 * 2^23: it rounds
+        memcpy(nearest, v, sizeof nearest);
+        for (int i = 0; i < GROUP; i++) q[first + i] = (int8_t)(nearest[i] -= 0x4b400000);
+        for (int i = 0; i < 16; i++) sum[0] += nearest[i], sum[1] += nearest[16 + i];
+        group->scale = finite ? kept / 127 : std::numeric_limits<float>::quiet_NaN();
         group->less = -(sum[0] + sum[1]), group->half[0] = -sum[0], group->half[1] = -sum[1];
         group->offset = group->scale * (float)-group->less;
     }
