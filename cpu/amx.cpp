@@ -119,7 +119,7 @@ namespace {
 // ones, as a chunk has them. Sums go through memory to be scaled, those of BATCH groups at once: loads that follow
 // their tile's store at once wait for it.
 struct AmxBytes : Vnni {
-    static constexpr int SQUARE = 16, BATCH = 8;
+    static constexpr int SQUARE = 16, BATCH = 2;
     template <class Kind>
     static INLINE int multiply_squares(float* y, const ByteChunk<AmxBytes>& w, const int8_t* x,
                                        const RoundedGroup* group, size_t in, int N) {
