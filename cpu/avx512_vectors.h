@@ -167,8 +167,10 @@ struct Vnni {
             a[i] = _mm512_maskz_unpacklo_epi32(0xffff, t[2 * i], t[2 * i + 1]);
             b[i] = _mm512_maskz_unpackhi_epi32(0xffff, t[2 * i], t[2 * i + 1]);
         }
-        v[0] = (Int)_mm512_maskz_unpacklo_epi64(0xff, a[0], a[1]), v[1] = (Int)_mm512_maskz_unpackhi_epi64(0xff, a[0], a[1]);
-        v[2] = (Int)_mm512_maskz_unpacklo_epi64(0xff, b[0], b[1]), v[3] = (Int)_mm512_maskz_unpackhi_epi64(0xff, b[0], b[1]);
+        v[0] = (Int)_mm512_maskz_unpacklo_epi64(0xff, a[0], a[1]);
+        v[1] = (Int)_mm512_maskz_unpackhi_epi64(0xff, a[0], a[1]);
+        v[2] = (Int)_mm512_maskz_unpacklo_epi64(0xff, b[0], b[1]);
+        v[3] = (Int)_mm512_maskz_unpackhi_epi64(0xff, b[0], b[1]);
     }
     static INLINE void gather(Int& v, const uint8_t* p, size_t apart) {
         const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);

@@ -252,7 +252,8 @@ static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t 
                 const size_t seen = (k + s * BYTE_CHUNK / STACK) * apart / in * STACK * ROWS;
                 ByteReader<Set> read{chunk, s, apart, {(const char*)first + STACK * ROWS * apart + seen}};
                 if (W.format == Format::INT8) read.int8(p, scale, groups);
-                else if (W.format == Format::INT4) read.int4(p, scale, W.zero[b] ? W.zero[b] + g : nullptr, groups, W.group);
+                else if (W.format == Format::INT4)
+                    read.int4(p, scale, W.zero[b] ? W.zero[b] + g : nullptr, groups, W.group);
                 else if (type == Dtype::Q4_K) read.q4_k(p);
                 else if (type == Dtype::Q5_K) read.q5_k(p);
                 else if (type == Dtype::Q6_K) read.q6_k(p);
@@ -260,7 +261,8 @@ static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t 
                 else read.q4_0(p);
             }
             auto multiply = multiply_tokens<Set, ByteKind<32, 15, 3, false>>; // INT4, Q4_0
-            if (W.format == Format::INT8 || type == Dtype::Q8_0) multiply = multiply_tokens<Set, ByteKind<32, 255, 7, false>>;
+            if (W.format == Format::INT8 || type == Dtype::Q8_0)
+                multiply = multiply_tokens<Set, ByteKind<32, 255, 7, false>>;
             else if (type == Dtype::Q6_K) multiply = multiply_tokens<Set, ByteKind<16, 63, 5, false>>;
             else if (type == Dtype::Q5_K) multiply = multiply_tokens<Set, ByteKind<32, 31, -1, true>>;
             else if (type == Dtype::Q4_K || W.zero[b]) multiply = multiply_tokens<Set, ByteKind<32, 15, -1, true>>;
