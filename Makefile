@@ -140,8 +140,8 @@ SIMD      := $(shell $(CXX) -mamx-bf16 -mavx512bf16 -E -x c++ /dev/null >/dev/nu
 AVX512     = -mavx2 -mfma -mavx512f -mavx512bw -mavx512vl -mavx512dq
 $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: private ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: private ISA = $(AVX512)
-$(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16
-$(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16
+$(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vnni
+$(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mavx512vbmi -mamx-tile -mamx-bf16 -mamx-int8
 $(B)/cpu/arm_bf16.o: private ARM_ISA = $(shell $(CXX) -march=armv8.2-a+bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo -march=armv8.2-a+bf16)
 # A line for each file while it compiles; $(1): more flags.
 define CPP_OBJECT

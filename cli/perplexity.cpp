@@ -117,8 +117,8 @@ static void report(const Options& o, const Comparison& x, size_t window) {
 int compare(const Options& o, const LoadedModel& model, const ModelFile& other, const Tokenizer& tokenizer) {
     constexpr size_t PIECE = 64; // tokens whose logits are held
     const Config& c = model.file.config;
-    Context usual = o.ctx; // FP8 keys, values and activations are part of the measurement
-    usual.kv_fp8 = usual.fp8_activations = false;
+    Context usual = o.ctx; // FP8 keys and values, and rounded activations, are part of the measurement
+    usual.kv_fp8 = usual.fp8_activations = usual.int8_activations = false;
     if constexpr (WITH_GPU)
         if (usual.gpu) usual = with_own_scratch(usual); // (each has room of its own to unpack weights)
     const bool keeps = !model.wide && keeps_packed<bf16>(o, o.ctx);

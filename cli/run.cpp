@@ -57,6 +57,7 @@ static int use_model(Options& o, const ModelFile& file, double start) {
     o.variant = o.dtype == "int8" ? 1 : file.is_quantized() && keeps(o, file) ? 2 : o.dtype == "fp8" ? 3 : 0;
     if (o.ctx.kv_fp8) o.variant |= 4;
     if (o.ctx.fp8_activations) o.variant |= 8;
+    if (o.ctx.int8_activations) o.variant |= 16;
     o.starters = file.starters;
     std::unique_ptr<AdapterFile> adapter;
     if (!o.adapter.empty()) {

@@ -7,6 +7,7 @@
 #include "cpu/amx.h"
 #include "cpu/amx_rows.h"
 #include "cpu/avx512_vectors.h"
+#include "cpu/byte_loops.h"
 #include "cpu/ceilings.h"
 #include "cpu/loops.h"
 #include <immintrin.h>
@@ -112,6 +113,68 @@ static void amx_product(float* y, const WeightRows<bf16>& w, AmxWide wide, const
 }
 const AmxTile amx_tile[5] = {amx_product<Format::PLAIN>, amx_product<Format::INT8>, amx_product<Format::INT4>,
                              amx_product<Format::FP8>, amx_product<Format::BLOCKS>};
+
+namespace {
+// 16 tokens by two tiles of 16 rows, a group's columns deep. The tokens are the signed bytes of tdpbsud, W the unsigned
+// ones, as a chunk has them. Sums go through memory to be scaled, those of BATCH groups at once: loads that follow
+// their tile's store at once wait for it.
+struct AmxBytes : Vnni {
+    static constexpr int SQUARE = 16, BATCH = 2;
+    template <class Kind>
+    static INLINE int multiply_squares(float* y, const ByteChunk<AmxBytes>& w, const int8_t* x,
+                                       const RoundedGroup* group, size_t in, int N) {
+        constexpr int SIZE = Kind::SIZE, QUADS = SIZE / 4;
+        alignas(64) Int sums[BATCH][STACK][SQUARE];
+        int n = 0;
+        for (; n + SQUARE <= N; n += SQUARE, y += SQUARE * TILE_ROWS, x += SQUARE * in, group += SQUARE * in / GROUP)
+            for (int first = 0; first < BYTE_CHUNK / SIZE; first += BATCH) {
+                for (int g = 0; g < BATCH; g++) {
+                    const auto* code = w.code + (first + g) * QUADS;
+                    _tile_zero(0);
+                    _tile_zero(1);
+                    _tile_loadd(6, x + (first + g) * SIZE, in);
+                    _tile_loadd(4, &code[0][0], sizeof code[0]);
+                    _tile_loadd(5, &code[0][1], sizeof code[0]);
+                    _tile_dpbsud(0, 6, 4);
+                    _tile_dpbsud(1, 6, 5);
+                    _tile_stored(0, sums[g][0], 64);
+                    _tile_stored(1, sums[g][1], 64);
+                }
+                asm volatile("" : "+m"(sums));
+                for (int m = 0; m < SQUARE; m++)
+                    add_groups<Kind>(y + m * TILE_ROWS, w, sums, m, group + m * in / GROUP, first);
+            }
+        return n;
+    }
+    template <class Kind>
+    static INLINE void add_groups(float* y, const ByteChunk<AmxBytes>& w, const Int (&sums)[BATCH][STACK][SQUARE],
+                                  int m, const RoundedGroup* group, int first) {
+        UNROLL for (int s = 0; s < STACK; s++) {
+            Float sum;
+            memcpy(&sum, y + s * ROWS, sizeof sum);
+            UNROLL for (int g = 0; g < BATCH; g++) {
+                const RoundedGroup& of = group[(first + g) * Kind::SIZE / GROUP];
+                Int less = {}, scale, offset;
+                fill(scale, &of.scale), fill(offset, &of.offset);
+                if constexpr (Kind::SHIFT >= 0) fill(less, Kind::SIZE == GROUP ? &of.less : &of.half[g % 2]);
+                const Int total = sums[g][s][m] + (less << larger(0, Kind::SHIFT));
+                fma(sum, __builtin_convertvector(total, Float), w.d[first + g][s] * (Float)scale);
+                if constexpr (Kind::OFFSET) fma(sum, w.m[first + g][s], (Float)offset);
+            }
+            memcpy(y + s * ROWS, &sum, sizeof sum);
+        }
+    }
+};
+} // namespace
+static int amx_byte_tile(float* y, const StoredRows& W, int b, size_t row_bytes, size_t row, int rows, const int8_t* x,
+                         const RoundedGroup* group, int N) {
+    const int size = W.format == Format::BLOCKS && W.type[b] == Dtype::Q6_K ? 16 : GROUP;
+    if (N >= AmxBytes::SQUARE) AmxConfig().tiles(0, 1, 16, 64).tiles(4, 5, size / 4, 64).tiles(6, 6, 16, size).load();
+    const int done = byte_tile<AmxBytes>(y, W, b, row_bytes, row, rows, x, group, N);
+    if (N >= AmxBytes::SQUARE) _tile_release();
+    return done;
+}
+const ByteTile amx_bytes = amx_byte_tile;
 
 double amx_multiply(MultiplyBlock* memory) {
     amx_configure(64);

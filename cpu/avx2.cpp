@@ -4,6 +4,7 @@
 #ifndef __AVX2__
 #error "compiled with -mavx2 -mfma: see the Makefile"
 #endif
+#include "cpu/byte_loops.h"
 #include "cpu/ceilings.h"
 #include "cpu/loops.h"
 #include <immintrin.h>
@@ -82,8 +83,47 @@ struct Avx2 {
             UNROLL for (int r = 0; r < R; r++) y[m * TILE_ROWS + r] = total(sum[r][m][0]);
     }
 };
+
+// Bytes of both signs: the size of one times the other with its sign. (-128 has the size 128.)
+struct Avx2Bytes {
+    typedef int Int __attribute__((vector_size(32)));
+    typedef float Float __attribute__((vector_size(32)));
+    static constexpr int ROWS = 8, TOKENS = 4, SQUARE = 0;
+    static constexpr bool NARROW = true;
+    static INLINE void panel(Int (&v)[4], const uint8_t* p, size_t apart) {
+        __m256i t[4], a[2], b[2];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m128i high = _mm_loadu_si128((const __m128i*)(p + (i + 4) * apart));
+            t[i] = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(p + i * apart)));
+            t[i] = _mm256_inserti128_si256(t[i], high, 1);
+        }
+        UNROLL for (int i = 0; i < 2; i++)
+            a[i] = _mm256_unpacklo_epi32(t[2 * i], t[2 * i + 1]), b[i] = _mm256_unpackhi_epi32(t[2 * i], t[2 * i + 1]);
+        v[0] = (Int)_mm256_unpacklo_epi64(a[0], a[1]), v[1] = (Int)_mm256_unpackhi_epi64(a[0], a[1]);
+        v[2] = (Int)_mm256_unpacklo_epi64(b[0], b[1]), v[3] = (Int)_mm256_unpackhi_epi64(b[0], b[1]);
+    }
+    static INLINE void gather(Int& v, const uint8_t* p, size_t apart) {
+        const __m256i at = _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32((int)apart));
+        v = (Int)_mm256_i32gather_epi32((const int*)p, at, 1);
+    }
+    static INLINE void fill(Int& v, const void* p) { v = (Int)_mm256_set1_epi32(load_as<int>(p)); }
+    static INLINE void multiply_add(Int& sum, const Int& w, const Int& x) {
+        sum = (Int)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+    }
+    static INLINE void widen(Int& sum, const Int& part) {
+        sum += (Int)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1));
+    }
+    static INLINE void multiply_add_signed(Int& sum, const Int& w, const Int& x) {
+        const __m256i signs = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+        widen(sum, (Int)_mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), signs));
+    }
+    static INLINE void fma(Float& sum, const Float& a, const Float& b) {
+        sum = (Float)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+    }
+};
 } // namespace
 
+const ByteTile avx2_bytes = byte_tile<Avx2Bytes>;
 template <> const Loops<bf16>& avx2_loops() { return LOOPS<Avx2, bf16>; }
 template <> const Loops<float>& avx2_loops() { return LOOPS<Avx2, float>; }
 

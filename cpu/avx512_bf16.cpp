@@ -1,12 +1,15 @@
 // cpu/avx512_bf16.cpp: the inner loops of products for AVX-512 with BF16.
 #include "cpu/instruction_set.h"
 #if defined(HAVE_SIMD) && !defined(QWEN3_DOUBLE)
-#ifndef __AVX512BF16__
-#error "compiled with avx512.cpp's flags and -mavx512bf16: see the Makefile"
+#if !defined(__AVX512BF16__) || !defined(__AVX512VNNI__)
+#error "compiled with avx512.cpp's flags, -mavx512bf16 and -mavx512vnni: see the Makefile"
 #endif
 #include "cpu/avx512_vectors.h"
+#include "cpu/byte_loops.h"
 #include "cpu/ceilings.h"
 #include "cpu/loops.h"
+
+const ByteTile vnni_bytes = byte_tile<Vnni>;
 
 const ProductTile<bf16> avx512_bf16_tile[5] = {
     product_tile<Bf16Dot, Format::PLAIN, bf16>, product_tile<Bf16Dot, Format::INT8, bf16>,

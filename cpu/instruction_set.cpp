@@ -26,8 +26,8 @@ InstructionSet best_instruction_set() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) return ISA_AVX2;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !__get_cpuid_count(7, 1, &a1, &b1, &c1, &d1)) return ISA_AVX512;
-    if (!(a1 >> 5 & 1)) return ISA_AVX512; // AVX512_BF16
-    const bool amx = (d >> 22 & 1) && (d >> 24 & 1) && (c >> 1 & 1); // AMX-BF16, AMX-TILE, AVX512_VBMI
+    if (!(a1 >> 5 & 1) || !(c >> 11 & 1)) return ISA_AVX512; // AVX512_BF16, AVX512_VNNI
+    const bool amx = (d >> 22 & 13) == 13 && (c >> 1 & 1); // AMX-BF16, AMX-TILE, AMX-INT8; AVX512_VBMI
     // Linux grants a process the tile registers on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
 #elif defined(HAVE_ARM_BF16)

@@ -32,7 +32,23 @@ template <class T> static const acc<T>* widen_x(const T* x, size_t n) {
     return out;
 }
 
-template <class T> ProductInput<T>::ProductInput(const Linear<T>& W, const T* x, int N) : N(N), in(W.in) {
+template <class T>
+ProductInput<T>::ProductInput(const Context& ctx, const Linear<T>& W, const T* x, int N) : N(N), in(W.in) {
+    if (ctx.int8_activations && takes_bytes(W)) {
+        static thread_local std::vector<int8_t> kept;
+        static thread_local std::vector<RoundedGroup> kept_groups;
+        const size_t of_row = in / GROUP;
+        int8_t* q = at_least(kept, (size_t)N * in);
+        RoundedGroup* group = at_least(kept_groups, N * of_row);
+        #pragma omp parallel for schedule(static) if ((size_t)N * in > 20000)
+        for (int n = 0; n < N; n++) round_to_bytes(q + (size_t)n * in, group + n * of_row, x + (size_t)n * in, in);
+        bytes = q, groups = group, task_rows = TILE_ROWS;
+#ifdef HAVE_SIMD
+        if (instruction_set >= ISA_AVX2) 
+            byte_loops = instruction_set == ISA_AMX ? amx_bytes : instruction_set >= ISA_BF16 ? vnni_bytes : avx2_bytes;
+#endif
+        return;
+    }
     if (!takes_bf16<T>()) {
         vectors = best_loops<T>().tile[(int)W.format], token_bytes = in * sizeof(acc<T>);
         if constexpr (std::is_same_v<T, acc<T>>) operand = (const uint8_t*)x;
@@ -58,6 +74,12 @@ template <class T> ProductInput<T>::ProductInput(const Linear<T>& W, const T* x,
 template <class T>
 void ProductInput<T>::tile(acc<T>* y, const WeightRows<T>& w, int rows, [[maybe_unused]] int place, int n,
                            int count) const {
+    if (bytes) if constexpr (std::is_same_v<acc<T>, float>) {
+        const int8_t* q = bytes + (size_t)n * in;
+        const RoundedGroup* group = groups + (size_t)n * in / GROUP;
+        const int done = byte_loops ? byte_loops(y, w.W, w.block, w.row_bytes, w.row, rows, q, group, count) : 0;
+        return byte_products(y + done, TILE_ROWS, w.W, w.block, w.row + done, rows - done, q, group, count);
+    }
 #ifdef HAVE_SIMD
     if constexpr (std::is_same_v<T, bf16>)
         if (amx && rows == TILE_ROWS) {

@@ -1,6 +1,7 @@
 // cpu/product_input.h: the layout of x for product tiles, and the choice of the tile.
 #pragma once
 #include "cpu/amx.h"
+#include "cpu/byte_rows.h"
 
 template <class T> struct ProductInput {
     int N, in;
@@ -10,8 +11,11 @@ template <class T> struct ProductInput {
     size_t token_bytes;         // of it
     AmxTile amx = nullptr;      // for `packed`, and whole tiles
     const bf16* packed;
+    const int8_t* bytes = nullptr; // or x rounded to bytes (N,in), which are multiplied instead
+    const RoundedGroup* groups;
+    ByteTile byte_loops = nullptr; // null: the definition
 
-    ProductInput(const Linear<T>& W, const T* x, int N);
+    ProductInput(const Context& ctx, const Linear<T>& W, const T* x, int N);
     // The tile of `rows` rows at w, which are number `place` of the task, and `count` tokens from n on.
     void tile(acc<T>* y, const WeightRows<T>& w, int rows, int place, int n, int count) const;
 };

@@ -10,8 +10,9 @@
 // A task is a few rows of W: a thread streams its own rows, and keeps them in its cache for all tokens, TILE_TOKENS at
 // a time. Each tile y goes to use(y, block, row, rows, token, tokens): `rows` rows of W from `row` on, all of one
 // block; y[n * TILE_ROWS + i] belongs to token + n and row + i.
-template <class T, class Use> static void product_tiles(const Linear<T>& W, const T* x, int N, Use use) {
-    const ProductInput<T> input(W, x, N);
+template <class T, class Use>
+static void product_tiles(const Context& ctx, const Linear<T>& W, const T* x, int N, Use use) {
+    const ProductInput<T> input(ctx, W, x, N);
     const int task_rows = input.task_rows;
     int first_task[4] = {};
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + task_rows - 1) / task_rows;
@@ -33,8 +34,8 @@ template <class T, class Use> static void product_tiles(const Linear<T>& W, cons
     }
 }
 template <class T, class Store>
-static void product_cpu(const Linear<T>& W, const T* x, int N, Store store) {
-    product_tiles(W, x, N, [&](const acc<T>* y, int, int row, int rows, int token, int tokens) {
+static void product_cpu(const Context& ctx, const Linear<T>& W, const T* x, int N, Store store) {
+    product_tiles(ctx, W, x, N, [&](const acc<T>* y, int, int row, int rows, int token, int tokens) {
         for (int n = 0; n < tokens; n++)
             for (int i = 0; i < rows; i++) store(token + n, row + i, y[n * TILE_ROWS + i]);
     });
@@ -58,7 +59,7 @@ template <class T> const T* dropped_cpu(const T* x, const Linear<T>& W, int j, i
     return out;
 }
 
-template <class T> void lora_down_cpu(Context&, T* h, const T* x, const Linear<T>& W, int N) {
+template <class T> void lora_down_cpu(Context& ctx, T* h, const T* x, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const size_t ld = a.width();
     const int together = a.dropout ? 1 : a.modules; // modules that see the same x
@@ -67,7 +68,7 @@ template <class T> void lora_down_cpu(Context&, T* h, const T* x, const Linear<T
         Linear<T> A;
         A.w[0] = a.A + (size_t)j * a.rank * W.in, A.rows[0] = together * a.rank, A.in = W.in;
         T* column = h + (size_t)j * a.rank;
-        product_cpu(A, dropped_cpu(x, W, j, N), N,
+        product_cpu(ctx, A, dropped_cpu(x, W, j, N), N,
                     [=](int n, int r, acc<T> y) { column[n * ld + r] = to_stored<T>(y * scale); });
     }
 }
@@ -80,8 +81,8 @@ static __attribute__((noinline)) void add_adapter_part(acc<T>* y, const Adapter<
 
 // x W^T + s B h, where of(n) is token n's adapter, or null.
 template <class T, class Of, class Store>
-static void product_with_adapters(const Linear<T>& W, const T* x, int N, Of of, Store store) {
-    product_tiles(W, x, N, [&](acc<T>* y, int block, int row, int rows, int token, int tokens) {
+static void product_with_adapters(const Context& ctx, const Linear<T>& W, const T* x, int N, Of of, Store store) {
+    product_tiles(ctx, W, x, N, [&](acc<T>* y, int block, int row, int rows, int token, int tokens) {
         for (int n = token; n < token + tokens; n++, y += TILE_ROWS) {
             if (const Adapter<T>* a = of(n)) add_adapter_part(y, *a, block, row, rows, a->h + n * a->width());
             for (int i = 0; i < rows; i++) store(n, row + i, y[i]);
@@ -91,9 +92,9 @@ static void product_with_adapters(const Linear<T>& W, const T* x, int N, Of of, 
 
 template <class T, class Store>
 static void adapted_product_cpu(Context& ctx, const Linear<T>& W, const T* x, int N, Store store) {
-    if (!W.adapter.rank) return product_cpu(W, x, N, store);
+    if (!W.adapter.rank) return product_cpu(ctx, W, x, N, store);
     lora_down_cpu(ctx, W.adapter.h, x, W, N);
-    product_with_adapters(W, x, N, [&](int) { return &W.adapter; }, store);
+    product_with_adapters(ctx, W, x, N, [&](int) { return &W.adapter; }, store);
 }
 
 template <class T> void linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, int N) {
@@ -108,24 +109,24 @@ void linear_add_cpu(Context& ctx, acc<T>* out, const acc<T>* residual, const T* 
 }
 
 template <class T>
-void rows_linear_cpu(Context&, T* out, const T* x, const Linear<T>& W, const Adapter<T>* const* of, int N) {
+void rows_linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, const Adapter<T>* const* of, int N) {
     const size_t ld = W.out();
-    product_with_adapters(W, x, N, [=](int n) { return of[n]; },
+    product_with_adapters(ctx, W, x, N, [=](int n) { return of[n]; },
                           [=](int n, int r, acc<T> y) { out[n * ld + r] = to_stored<T>(y); });
 }
 template <class T>
-void rows_linear_add_cpu(Context&, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W,
+void rows_linear_add_cpu(Context& ctx, acc<T>* out, const acc<T>* residual, const T* x, const Linear<T>& W,
                          const Adapter<T>* const* of, int N) {
     const size_t ld = W.out();
-    product_with_adapters(W, x, N, [=](int n) { return of[n]; },
+    product_with_adapters(ctx, W, x, N, [=](int n) { return of[n]; },
                           [=](int n, int r, acc<T> y) { out[n * ld + r] = residual[n * ld + r] + y; });
 }
 
 template <class T>
-void head_cpu(Context&, acc<T>* logits, T* picked, const T* x, const int* rows, const Linear<T>& W, int R) {
+void head_cpu(Context& ctx, acc<T>* logits, T* picked, const T* x, const int* rows, const Linear<T>& W, int R) {
     for (int r = 0; r < R; r++) std::copy_n(x + (size_t)rows[r] * W.in, W.in, picked + (size_t)r * W.in);
     const size_t V = W.out();
-    product_cpu(W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
+    product_cpu(ctx, W, picked, R, [=](int r, int v, acc<T> y) { logits[r * V + v] = y; });
 }
 
 #define INSTANTIATE(T)                                                                                              \

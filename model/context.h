@@ -14,6 +14,7 @@ struct Context {
     bool invariant = false;                      // on a GPU: a row's bits do not depend on its batch (slower)
     bool kv_fp8 = false;                         // a session's cache is FP8
     bool fp8_activations = false;                // on a GPU: of prompts, for FP8 weights: see round_activations
+    bool int8_activations = false;               // on a CPU: of packed products, see model/int8_activations.h
     // On a GPU, drawn tokens by step.h's kernel: WHERE_FASTER as StepRoad::find says.
     enum OneKernel { OFF, WHERE_FASTER, TOGETHER, BY_PHASE } one_kernel = OFF;
     const StopFlag* stop = nullptr; // forward and backward give up between layers when this is not zero

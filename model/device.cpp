@@ -28,6 +28,14 @@ Context choose_device(const ModelOptions& o, const ModelFile& file) {
     if (rounds && !made_fp8 && (!o.packed || !o.dtype.empty()))
         DIE("--activations fp8 is for FP8 weights: --dtype fp8, or --packed and no --dtype");
     if (rounds && o.invariant) DIE("--activations fp8: not with --invariant, since only prompts are rounded");
+    if (o.activations == "int8") {
+        const bool packed = o.dtype.empty() && (file.is_int8() || (file.is_quantized() && !wide(o, file)));
+        if (wanted) DIE("--activations int8 is for a CPU (--device cpu)");
+        if (ctx.plain || !HAS_CPU<bf16>) DIE("--activations int8: not by plain loops (--device cpu)");
+        if (made_format(o) != Format::INT8 && (!packed || file.is_fp8()))
+            DIE("--activations int8 is for weights in INT8, INT4 or GGUF's blocks (--dtype int8 makes them)");
+        ctx.int8_activations = true;
+    }
     const auto on_cpu = [&] {
         if (rounds) DIE("--activations fp8 is for a GPU; this model runs on the CPU");
         if (o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for a GPU; this model runs on the CPU");
@@ -36,7 +44,7 @@ Context choose_device(const ModelOptions& o, const ModelFile& file) {
     if (wanted && o.dtype == "f32") DIE("--dtype f32: the GPU computes in bf16 (--device cpu)");
     if (!file.logits && o.one_kernel > Context::WHERE_FASTER) DIE("--one-kernel is for answers; this model gives none");
     if constexpr (WITH_GPU) {
-        if (name == "cpu" || ctx.plain) return on_cpu();
+        if (name == "cpu" || ctx.plain || ctx.int8_activations) return on_cpu();
         try {
             if (!wanted && wide(o, file)) return on_cpu();
             check_gpu(file.path, file.config, file.logits);

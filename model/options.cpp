@@ -34,9 +34,10 @@ void ModelOptions::add_to(std::vector<Option>& table, bool inference) {
          "bf16, faster if memory suffices)", flag(packed)});
     if (inference)
         table.push_back({"", "--activations", "NAME",
-         "on a GPU, with FP8 weights: products of more than 16 tokens multiply in\n"
-         "bf16 (default) or in fp8: also round activations to FP8, faster",
-                         one_of(activations, {"bf16", "fp8"})});
+         "bf16 (default); fp8, on a GPU with FP8 weights: also round those of more\n"
+         "than 16 tokens to FP8, faster; int8, on a CPU with packed weights: also\n"
+         "round them to bytes, faster",
+                         one_of(activations, {"bf16", "fp8", "int8"})});
     table.push_back({"", "--rope-scaling", "NAME",
          "yarn or linear: contexts beyond the model's limit; needs --rope-scale",
          one_of(rope_scaling, {"yarn", "linear"})});

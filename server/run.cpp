@@ -49,6 +49,7 @@ std::string batch_depends(const Options& o, const ModelFile& file, const Adapter
     w.field("dtype", o.dtype);
     if (o.ctx.kv_fp8) w.field("kv", "fp8");
     if (o.ctx.fp8_activations) w.field("activations", "fp8");
+    if (o.ctx.int8_activations) w.field("activations", "int8");
     if (file.is_quantized() && keeps_packed<bf16>(o, o.ctx)) w.field("packed", true);
     w.field("plain", o.ctx.plain).field("context", o.engine.context).field("think", o.think);
     return w.field("system", o.system).end().text;
@@ -68,7 +69,8 @@ static std::string pages_depend(const Options& o, const ModelFile& file, const A
     w.field("theta", (double)c.rope_theta).field("rope", (int)r.type).field("factor", r.factor);
     w.field("original", r.original).field("attention", r.attention).field("fast", r.fast).field("slow", r.slow);
     w.field("truncate", r.truncate).field("dtype", o.dtype).field("kv_fp8", o.ctx.kv_fp8);
-    w.field("fp8_activations", o.ctx.fp8_activations).field("packed", file.is_quantized() && keeps_packed<T>(o, o.ctx));
+    w.field("fp8_activations", o.ctx.fp8_activations).field("int8_activations", o.ctx.int8_activations);
+    w.field("packed", file.is_quantized() && keeps_packed<T>(o, o.ctx));
     w.field("plain", o.ctx.plain).field("invariant", o.ctx.invariant);
     std::string device = instruction_set_name(instruction_set);
     if constexpr (WITH_GPU) if (o.ctx.gpu) device = gpu_name(0);

@@ -189,6 +189,26 @@ TEST_CASE("--activations fp8 is refused where it means nothing") {
     refused({fp8, "--packed", "-d", "cpu"}, "for a GPU");
     refused({TINY, "--dtype", "fp8", "-d", "cpu"}, "for a GPU");
 }
+TEST_CASE("--activations int8 is refused where it means nothing, and changes logits elsewhere") {
+    const std::string int4 = "tests/fixtures/quantized/awq", fp8 = "tests/fixtures/quantized/fp8";
+    const auto refused = [](Strings arguments, const char* word) {
+        check_refusal(run_qwen3(arguments + Strings{"--activations", "int8", "--ids", "1"}), "qwen3", word);
+    };
+    refused({TINY, "-d", "cpu"}, "INT4");
+    refused({TINY, "-d", "cpu", "--dtype", "fp8"}, "INT4");
+    refused({fp8, "-d", "cpu"}, "INT4");
+    refused({int4, "-d", "cpu", "--dtype", "bf16"}, "INT4");
+    refused({TINY, "-d", "plain", "--dtype", "int8"}, "plain");
+    refused({TINY, "-d", "cuda", "--dtype", "int8"}, "for a CPU");
+    const auto logits = [](Strings more) {
+        const Result r = run_qwen3(Strings{TINY, "-d", "cpu", "--dtype", "int8", "--ids", "5 6 7", "--logits-hash"} + more);
+        CHECK(r.status == 0);
+        return r.out;
+    };
+    CHECK(logits({}) != logits({"--activations", "int8"}));
+    for (int set = ISA_PLAIN; set < best_instruction_set(); set++) // (attention has bits of its own)
+        CHECK(logits({"--cpu", instruction_set_name(set)}) != logits({"--cpu", instruction_set_name(set), "--activations", "int8"}));
+}
 
 TEST_CASE("--quantize: files that open again, packed and not, with the numbers that were chosen") {
     const Scratch s;

@@ -3376,6 +3376,7 @@ TEST_CASE("--batch: every option is known to change answers, or not to") {
         {"--dtype", {base, with([](Options& o) { o.dtype = "int8"; })}},
         {"--kv-dtype", {base, with([](Options& o) { o.ctx.kv_fp8 = true; })}},
         {"--activations", {base, with([](Options& o) { o.ctx.fp8_activations = true; })}},
+        {"--activations", {base, with([](Options& o) { o.ctx.int8_activations = true; })}},
         {"--device", {base, with([](Options& o) { o.ctx.plain = true; })}},
         {"--rope-scaling", {base, rope}},
         {"--rope-scale", {rope, with([](Options& o) { o.rope_scaling = "yarn", o.rope_scale = 3; })}},
