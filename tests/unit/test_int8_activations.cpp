@@ -103,20 +103,21 @@ TEST_CASE_TEMPLATE("products with --activations int8 have the bits of byte_produ
         for (int b = 0; b < 3; b++)
             byte_products(want.data() + W.first_row(b), (size_t)out, W, b, 0, W.rows[b], q.data(), group.data(), most);
         on_every_instruction_set([&] {
-            for (auto [first, N] : {std::pair{0, 1}, {3, 2}, {1, 5}, {7, 17}, {0, 64}, {0, most}})
+            struct Part { int first, N; };
+            for (const Part part : {Part{0, 1}, {3, 2}, {1, 5}, {7, 17}, {0, 64}, {0, most}})
                 for (int threads : {0, 5}) {
 #ifdef _OPENMP
                     const int before = omp_get_max_threads();
                     if (threads) omp_set_num_threads(threads);
 #endif
-                    const std::vector<acc<T>> zero((size_t)N * out);
+                    const std::vector<acc<T>> zero((size_t)part.N * out);
                     auto y = poisoned<acc<T>>(zero.size());
-                    linear_add_cpu(ctx, y.data(), zero.data(), x.data() + (size_t)first * in, W, N);
+                    linear_add_cpu(ctx, y.data(), zero.data(), x.data() + (size_t)part.first * in, W, part.N);
 #ifdef _OPENMP
                     omp_set_num_threads(before);
 #endif
-                    CAPTURE(N);
-                    CHECK(memcmp(y.data(), &want[(size_t)first * out], y.size() * sizeof(float)) == 0);
+                    CAPTURE(part.N);
+                    CHECK(memcmp(y.data(), &want[(size_t)part.first * out], y.size() * sizeof(float)) == 0);
                 }
         });
     });
