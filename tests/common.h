@@ -3,6 +3,7 @@
 #include "cpu/instruction_set.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -19,7 +20,7 @@ inline Context& cpu() {
 // Outputs begin as NaN, so that a number that is never written shows.
 template <class T> std::vector<T> poisoned(size_t n) {
     std::vector<T> v(n);
-    memset((void*)v.data(), 0xff, n * sizeof(T));
+    std::fill_n((unsigned char*)v.data(), n * sizeof(T), 0xff);
     return v;
 }
 
