@@ -33,7 +33,7 @@ struct Options : ModelOptions {
     bool overwrite = false; // what --convert, --quantize and the like write
     std::string prompt_cache, tools;
     std::vector<std::string> starters; // of the model or its adapter: a chat offers them
-    uint64_t variant = 0; // identifies variants of the model's file: INT8, packed, FP8 keys, rounded activations, an adapter
+    uint64_t variant = 0; // of the model's file: INT8, packed, FP8 keys, rounded activations, an adapter
     std::string ppl, eval, output;
     int stride = 0; // 0: half a window
     DocumentOptions documents;

@@ -168,7 +168,7 @@ struct AmxBytes : Vnni {
 } // namespace
 static int amx_byte_tile(float* y, const StoredRows& W, int b, size_t row_bytes, size_t row, int rows, const int8_t* x,
                          const RoundedGroup* group, int N) {
-    const int size = W.format == Format::BLOCKS && W.type[b] == Dtype::Q6_K ? 16 : GROUP;
+    const int size = byte_group(W, b);
     if (N >= AmxBytes::SQUARE) AmxConfig().tiles(0, 1, 16, 64).tiles(4, 5, size / 4, 64).tiles(6, 6, 16, size).load();
     const int done = byte_tile<AmxBytes>(y, W, b, row_bytes, row, rows, x, group, N);
     if (N >= AmxBytes::SQUARE) _tile_release();

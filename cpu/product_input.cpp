@@ -44,7 +44,7 @@ ProductInput<T>::ProductInput(const Context& ctx, const Linear<T>& W, const T* x
         for (int n = 0; n < N; n++) round_to_bytes(q + (size_t)n * in, group + n * of_row, x + (size_t)n * in, in);
         bytes = q, groups = group, task_rows = TILE_ROWS;
 #ifdef HAVE_SIMD
-        if (instruction_set >= ISA_AVX2) 
+        if (instruction_set >= ISA_AVX2)
             byte_loops = instruction_set == ISA_AMX ? amx_bytes : instruction_set >= ISA_BF16 ? vnni_bytes : avx2_bytes;
 #endif
         return;

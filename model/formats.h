@@ -35,6 +35,9 @@ struct StoredRows {
     }
 };
 
+// INT4's number i of a row, before its zero point: 0 to 15. A byte has those of i and i + 32.
+inline int int4_code(const uint8_t* row, int i) { return row[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15; }
+
 // W[r][i] as A, of row r of block b of a Linear that is not PLAIN.
 template <class A, class Linear> A packed_number(const Linear& W, int b, int r, int i) {
     const size_t g = (size_t)(r / W.group_rows) * W.groups() + i / W.group;
@@ -42,6 +45,6 @@ template <class A, class Linear> A packed_number(const Linear& W, int b, int r, 
     if (W.format == Format::BLOCKS) return (A)block_number(W.type[b], (const uint8_t*)row, (size_t)i);
     if (W.format == Format::INT8) return (A)row[i] * to_acc(((const bf16*)W.scale[b])[g]);
     if (W.format == Format::FP8) return (A)e4m3_to_float((uint8_t)row[i]) * ((const float*)W.scale[b])[g];
-    const int number = row[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+    const int number = int4_code((const uint8_t*)row, i);
     return (A)(number - (W.zero[b] ? W.zero[b][g] : 8)) * half_to_float(((const uint16_t*)W.scale[b])[g]);
 }

@@ -52,6 +52,11 @@ inline bool takes_bytes(const StoredRows& W) {
     return takes;
 }
 
+// Columns of a group of block b, whose sum is one integer.
+inline int byte_group(const StoredRows& W, int b) {
+    return W.format == Format::BLOCKS && W.type[b] == Dtype::Q6_K ? 16 : GROUP;
+}
+
 // Columns first to first + size - 1 of a row of block b: d q + m. Returns whether there is an m.
 inline bool stored_group(int* q, float& d, float& m, const StoredRows& W, int b, size_t row, int first, int size) {
     const uint8_t* bytes = (const uint8_t*)W.q[b] + row * W.row_bytes(b);
@@ -74,20 +79,19 @@ inline bool stored_group(int* q, float& d, float& m, const StoredRows& W, int b,
         return false;
     }
     const uint8_t* zero = W.zero[b];
-    for (int i = 0; i < size; i++)
-        q[i] = (bytes[first / 64 * 32 + i] >> first / 32 % 2 * 4 & 15) - (zero ? 0 : 8);
+    for (int i = 0; i < size; i++) q[i] = int4_code(bytes, first + i) - (zero ? 0 : 8);
     d = half_to_float(((const uint16_t*)W.scale[b])[g]);
     if (zero) m = -d * (float)zero[g];
     return zero;
 }
 
 // Definition of their products: y[n * ld + r] = W[row + r] . x[n], where sums of a group's integers are exact, and
-// groups are added in order. Q6_K has groups of 16 columns, the other formats of 32.
+// groups are added in order.
 inline void byte_products(float* y, size_t ld,      // (N,rows) out
                           const StoredRows& W, int b, size_t row, int rows,
                           const int8_t* x, const RoundedGroup* group, // (N,in), (N,in / 32)
                           int N) {
-    const int size = W.format == Format::BLOCKS && W.type[b] == Dtype::Q6_K ? 16 : GROUP;
+    const int size = byte_group(W, b);
     for (int r = 0; r < rows; r++) {
         for (int n = 0; n < N; n++) y[n * ld + r] = 0;
         for (int first = 0; first < W.in; first += size) {

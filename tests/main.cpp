@@ -4,7 +4,7 @@
 #include <doctest/doctest.h>
 
 int main(int argc, char** argv) {
-    // Whoever started the suites may ignore signals (Python SIGPIPE, a shell's & SIGINT); programs inherit that.
+    // Programs inherit ignored signals, such as Python's SIGPIPE and SIGINT after a shell's &.
     for (int number : {SIGHUP, SIGINT, SIGQUIT, SIGPIPE, SIGTERM, SIGXFSZ}) signal(number, SIG_DFL);
     return doctest::Context(argc, argv).run();
 }
