@@ -35,7 +35,7 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
 // A step by a kernel of another shape, for which `plan` was made.
 inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
     step.stages = plan.stages, step.in_flight_pages = plan.in_flight_pages, step.joined = plan.joined;
-    for (int i = 0; i < 7; i++) step.product[i].in_flight = plan.product[i].in_flight;
+    for (int i = 0; i < STEP_KINDS; i++) step.product[i].in_flight = plan.product[i].in_flight;
     step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
     step.ring_at = plan.ring_at, step.shared = plan.shared;
     return step;

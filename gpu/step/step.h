@@ -4,8 +4,10 @@
    Ownership  One block a multiprocessor, all resident: 8 warps compute (consumers), and the producer fetches weights and
               pages in the order of their use into a ring in shared memory (1 warp with bulk copies; 4 with cp.async,
               before Hopper). The rows of a product are cut into tiles of 8, which are dealt to the blocks in turn.
-   Phases     6 a layer: QKV, ATTEND, JOIN, O, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a launch: all
-              at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
+   Phases     7 a layer: QKV, ATTEND, JOIN, O, ROUTE, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a
+              launch: all at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
+   Experts    ROUTE computes the router's scores, a row or two a block. Every producer chooses the experts from them. The
+              rows of the k chosen gate_up follow each other, and so do the columns of their down.
    Words      16 bytes in global memory, written and read in one piece: four bf16, a float, the epoch. A reader reads a
               word until it has the epoch. A word is written again a layer later, when all its readers have read it.
    Faults     A wait of over a second sets *fault and ends all further waits.
@@ -80,110 +82,12 @@ __device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { retu
 template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
     return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && !step_long_context(dealt)));
 }
-// The producer: copies stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
-template <class S>
-__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
-                                             int first, int last) {
-    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
-    const int i = threadIdx.x - S::CONSUMERS;
-    int stage = 0, issued = 0;
-    uint32_t parity = 1;
-    const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
-    bool attends = false; // this block, so it has more to fetch
-    for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
-    auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
-        empty[stage].wait(parity);
-        in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
-        const int earlier = stage - in_flight;
-        if (issued++ >= in_flight)
-            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
-        unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
-        if constexpr (S::BULK) {
-            if (i == 0) full[stage].expect(bytes);
-            __syncwarp();
-            if (i * each < bytes) full[stage].copy(to + i * each, from(i), min(each, bytes - i * each));
-        } else {
-            for (int at = i * 16; at < bytes; at += 128 * 16)
-                StepBarrier::copy16(to + at, (const unsigned char*)from(at / each) + at % each);
-            full[stage].arrive_with_copies();
-        }
-        if (++stage == p.stages) stage = 0, parity ^= 1;
-    };
-    for (int phase = first; phase < last; phase++) {
-        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
-        const StepProduct& q = dealt.product[kind];
-        const int in_flight = layer == p.L ? q.in_flight : long_context ? p.in_flight_pages : q.in_flight + attends;
-        if (kind == STEP_ATTEND)
-            step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
-                const int last = 2 * step_last_page(y, n, split);
-                for (int half = 2 * split * y.pages; half < last; half += S::HALVES)
-                    fill(min(S::HALVES, last - half) * S::HALF, S::HALF, p.in_flight_pages, [&](int j) {
-                        const size_t at = kv_offset(y.table[(half + j) / 2], kv, 0, p.K, STEP_HEAD);
-                        return ((half + j) % 2 ? p.values : p.keys) + layer * p.layer_size + at;
-                    });
-            });
-        const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
-        for (int u = 0; u < dealt.units[kind]; u++) {
-            const size_t unit = dealt.first[kind] + u * gridDim.x;
-            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes(S::W::CHUNK);
-            for (int part = 0; part < q.tiles; part++)
-                for (int step = 0; step < q.steps; step += S::STEPS) {
-                    const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
-                    fill(bytes, 2048, in_flight, [&](int j) { return tile + j * 2048; });
-                    tile += bytes;
-                }
-        }
-    }
-}
-
-// A consumer's thread.
-template <class S> struct Step {
-    using W = typename S::W;
-    using Sum = typename W::Sum;
-    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
-    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND, FOURS = S::FOURS;
+// Waits for words, by lanes of a warp.
+struct StepWaits {
     const StepArgs& p;
-    unsigned char* memory;
-    StepDealt& dealt;
-    const uint32_t before;            // steps taken
-    const int N;
-    int tid, warp, lane, g, t;
-    int n, hand;                      // of a round's tiles this warp hands over token n's sums of the hand-th four
-    StepBarrier *full, *empty;
-    bf16* work;
-    int stage = 0;                    // of the ring: the next to be read,
-    uint32_t parity = 0;              // ... and the parity of its phase
-    int set = 0;                      // of sums; the other one's are still being published
-    bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
-    const bool hushed;                // see step_hushed
-    bool gave_up = false;             // waits are disabled
-    int row = 0;                      // this lane's, for the values that the warp publishes:
-    uint32_t old = 0;                 // ... x before a product, as loaded: a float, or
-    bool embedding = false;           // ... the embedding's bf16;
-    uint16_t gain = 0;                // ... the weight of its successor's norm (bf16)
-    float scale = 0;                  // 1 / rms of token n
-    unsigned long long likeliest = 0; // key of this lane's logits, of token n
-
-    __device__ Step(const StepArgs& p, StepDealt& dealt)
-        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
-        for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
-    }
-    // Called before each phase. (The compiler must not know that these are constant: it would compute all dependent
-    // values once, ahead of all phases, and exceed the registers.)
-    __device__ __forceinline__ void begin_phase() {
-        const int zero = step_opaque(0);
-        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-        memory = step_memory() + zero;
-        full = (StepBarrier*)memory, empty = full + S::BARRIERS;
-        n = warp % S::TOKENS, hand = warp / S::TOKENS;
-        scale = 0;
-        work = (bf16*)(memory + p.work_at);
-    }
-
-    __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
-    __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
-
-    // ---- Words
+    int lane;
+    bool gave_up = false; // waits are disabled
+    __device__ StepWaits(const StepArgs& p, int lane) : p(p), lane(lane) {}
     __device__ uint4 await(const uint4* word, uint32_t epoch) {
         uint64_t since = 0;
         for (uint32_t spins = 1;; spins++) {
@@ -220,6 +124,195 @@ template <class S> struct Step {
             __syncwarp();
         }
     }
+};
+
+// The experts of a layer's token, by a warp of the producer: the k of the largest scores, of equal ones the first. Their
+// numbers and shares go to `dealt`; the first stage of GATE_UP hands them to the consumers.
+__device__ inline void step_choose(StepWaits& waits, StepDealt& dealt, uint32_t epoch) {
+    constexpr int EACH = 8, ONCE = 4; // scores of a lane; words that it loads at once
+    const StepArgs& p = waits.p;
+    const int lane = waits.lane;
+    uint32_t key[EACH]; // ordered as the scores; 0: there is none, or it is chosen
+    GPU_UNROLL
+    for (int i = 0; i < EACH; i += ONCE) {
+        uint4 v[ONCE];
+        const auto there = [&](int j) { return lane + 32 * (i + j) < p.E; };
+        GPU_UNROLL
+        for (int j = 0; j < ONCE; j++) key[i + j] = 0;
+        if (32 * i >= p.E) continue;
+        waits.await_all(v, epoch, [&](int j) { return p.scores + lane + 32 * (i + j); }, there);
+        GPU_UNROLL
+        for (int j = 0; j < ONCE; j++)
+            if (there(j)) key[i + j] = v[j].x & 0x80000000 ? ~v[j].x : v[j].x | 0x80000000;
+    }
+    const auto score = [](uint32_t key) { return __uint_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key); };
+    uint32_t best = 0;
+    GPU_UNROLL
+    for (int i = 0; i < EACH; i++) best = max(best, key[i]);
+    const float top = score(__reduce_max_sync(~0u, best));
+    const auto weight = [&](uint32_t key) { return key ? exp2_fast((score(key) - top) * LOG2E) : 0; };
+    float all = 0, own = 0;
+    GPU_UNROLL
+    for (int i = 0; i < EACH; i++) all += weight(key[i]);
+    for (int j = 0; j < p.k; j++) {
+        uint32_t mine = 0, e = ~0u;
+        GPU_UNROLL
+        for (int i = EACH - 1; i >= 0; i--)
+            if (key[i] && key[i] >= mine) mine = key[i], e = lane + 32 * i;
+        const uint32_t largest = __reduce_max_sync(~0u, mine);
+        const uint32_t chosen = __reduce_min_sync(~0u, mine == largest ? e : ~0u);
+        GPU_UNROLL
+        for (int i = 0; i < EACH; i++)
+            if (chosen == (uint32_t)(lane + 32 * i)) key[i] = 0;
+        if (lane == j) own = weight(largest), dealt.chosen[j] = min(chosen, p.E - 1u);
+    }
+    all = warp_sum(p.normed_shares ? own : all);
+    if (lane < p.k) dealt.share[lane] = own / all;
+    __threadfence_block();
+    __syncwarp();
+}
+
+// The producer: copies stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
+template <class S>
+__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, StepDealt& dealt, int first,
+                                             int last) {
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
+    const int i = threadIdx.x - S::CONSUMERS;
+    int stage = 0, issued = 0;
+    uint32_t parity = 1;
+    const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
+    [[maybe_unused]] const uint32_t before = S::EXPERTS ? *p.steps : 0;
+    [[maybe_unused]] int chosen_of = -1; // the layer whose experts are chosen
+    bool attends = false; // this block, so it has more to fetch
+    for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
+    [[maybe_unused]] StepWaits waits(p, (int)threadIdx.x % 32);
+    // Copies a stage's bytes; from(at, n): where those from `at` on are, n of them, or fewer if it sets n (of experts).
+    auto fill = [&](int bytes, int each, int in_flight, auto from) {
+        empty[stage].wait(parity);
+        in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
+        const int earlier = stage - in_flight;
+        if (issued++ >= in_flight)
+            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
+        unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
+        if constexpr (S::BULK) {
+            if (i == 0) full[stage].expect(bytes);
+            __syncwarp();
+            if constexpr (S::EXPERTS) {
+                const int end = min((i + 1) * each, bytes);
+                for (int at = i * each, n; at < end; at += n) {
+                    n = end - at;
+                    const void* bytes_there = from(at, n);
+                    full[stage].copy(to + at, bytes_there, n);
+                }
+            } else if (int n = min(each, bytes - i * each); n > 0) full[stage].copy(to + i * each, from(i * each, n), n);
+        } else {
+            for (int at = i * 16; at < bytes; at += 128 * 16)
+                if (int n = 16; true) StepBarrier::copy16(to + at, from(at, n));
+            full[stage].arrive_with_copies();
+        }
+        if (++stage == p.stages) stage = 0, parity ^= 1;
+    };
+    for (int phase = first; phase < last; phase++) {
+        const int layer = phase / STEP_PHASES, kind = layer < p.L ? phase % STEP_PHASES : (int)STEP_LOGITS;
+        const StepProduct& q = dealt.product[kind];
+        const int in_flight = layer == p.L ? q.in_flight : long_context ? p.in_flight_pages : q.in_flight + attends;
+        if (kind == STEP_ATTEND)
+            step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
+                const int last = 2 * step_last_page(y, n, split);
+                for (int half = 2 * split * y.pages; half < last; half += S::HALVES)
+                    fill(min(S::HALVES, last - half) * S::HALF, S::HALF, p.in_flight_pages, [&](int at, int&) {
+                        const int j = half + at / S::HALF;
+                        const size_t page = kv_offset(y.table[j / 2], kv, 0, p.K, STEP_HEAD);
+                        const bf16* from = (j % 2 ? p.values : p.keys) + layer * p.layer_size + page;
+                        return (const unsigned char*)from + at % S::HALF;
+                    });
+            });
+        const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
+        const bool of_experts = S::EXPERTS && (kind == STEP_GATE_UP || kind == STEP_DOWN);
+        if constexpr (S::EXPERTS) {
+            if (of_experts && dealt.units[kind] && chosen_of != layer)
+                step_choose(waits, dealt, before * (uint32_t)p.L + (uint32_t)layer + 1), chosen_of = layer;
+            if (kind == STEP_DOWN) { // the k experts' columns of a tile
+                const int each = q.steps / p.k * S::W::CHUNK;
+                for (int u = 0; u < dealt.units[kind]; u++) {
+                    const unsigned char* of_first = weights + (size_t)(dealt.first[kind] + u * gridDim.x) * each;
+                    for (int step = 0; step < q.steps; step += S::STEPS)
+                        fill(min(S::STEPS, q.steps - step) * S::W::CHUNK, 2048, in_flight, [&](int at, int& n) {
+                            const int in_tile = step * S::W::CHUNK + at, j = (int)((unsigned)in_tile / (unsigned)each);
+                            n = min(n, (j + 1) * each - in_tile);
+                            return of_first + dealt.chosen[j] * p.expert_bytes + (in_tile - j * each);
+                        });
+                }
+                continue;
+            }
+        }
+        for (int u = 0; u < dealt.units[kind]; u++) {
+            size_t unit = dealt.first[kind] + u * gridDim.x, expert = 0;
+            if (of_experts) { // M / 8 units each
+                const unsigned j = (unsigned)unit / (unsigned)(p.M / 8);
+                unit -= j * (p.M / 8), expert = dealt.chosen[j] * p.expert_bytes;
+            }
+            const unsigned char* tile = weights + expert + unit * q.tiles * q.tile_bytes(S::W::CHUNK);
+            for (int part = 0; part < q.tiles; part++)
+                for (int step = 0; step < q.steps; step += S::STEPS) {
+                    const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
+                    fill(bytes, 2048, in_flight, [&](int at, int&) { return tile + at; });
+                    tile += bytes;
+                }
+        }
+    }
+}
+
+// A consumer's thread.
+template <class S> struct Step : StepWaits {
+    using W = typename S::W;
+    using Sum = typename W::Sum;
+    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND, FOURS = S::FOURS;
+    unsigned char* memory;
+    StepDealt& dealt;
+    const uint32_t before;            // steps taken
+    const int N;
+    int tid, warp, g, t;
+    int n, hand;                      // of a round's tiles this warp hands over token n's sums of the hand-th four
+    StepBarrier *full, *empty;
+    bf16* work;
+    int stage = 0;                    // of the ring: the next to be read,
+    uint32_t parity = 0;              // ... and the parity of its phase
+    int set = 0;                      // of sums; the other one's are still being published
+    bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
+    const bool hushed;                // see step_hushed
+    bool routed = false;              // this launch's ROUTE has the input of GATE_UP
+    static constexpr int EARLY = 2;   // words of a row of the router that a lane loads before its input
+    uint2 router[STEP_ROUTED][EARLY];
+    float score[STEP_ROUTED];         // ... and this lane's part of them
+    int row = 0;                      // this lane's, for the values that the warp publishes:
+    uint32_t old = 0;                 // ... x before a product, as loaded: a float, or
+    bool embedding = false;           // ... the embedding's bf16;
+    uint16_t gain = 0;                // ... the weight of its successor's norm (bf16)
+    float scale = 0;                  // 1 / rms of token n
+    unsigned long long likeliest = 0; // key of this lane's logits, of token n
+
+    __device__ Step(const StepArgs& p, StepDealt& dealt)
+        : StepWaits(p, 0), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
+        for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
+    }
+    // Called before each phase. (The compiler must not know that these are constant: it would compute all dependent
+    // values once, ahead of all phases, and exceed the registers.)
+    __device__ __forceinline__ void begin_phase() {
+        const int zero = step_opaque(0);
+        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+        memory = step_memory() + zero;
+        full = (StepBarrier*)memory, empty = full + S::BARRIERS;
+        n = warp % S::TOKENS, hand = warp / S::TOKENS;
+        scale = 0;
+        work = (bf16*)(memory + p.work_at);
+    }
+
+    __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
+    __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
+
+    // ---- Words
     // Waits for words of `splits` splits, and joins them: v[i] of at(i), at(i) + H D / 4 .. Loads AT_ONCE fours at a
     // time.
     template <int AT_ONCE, int COUNT, class At, class There>
@@ -313,7 +406,8 @@ template <class S> struct Step {
     __device__ __forceinline__ void product(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
         const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
-        if (!tiles) return;
+        const bool routes = S::EXPERTS && kind == STEP_ROUTE;
+        if (!tiles && !routes) return;
         const int less = stages == 1 ? 0 : STEPS;
         typename W::Lane w[BATCH][EACH];
         if constexpr (S::BATCHED) {
@@ -322,12 +416,15 @@ template <class S> struct Step {
                 for (int i = 0; i < BATCH; i++)
                     GPU_UNROLL
                     for (int j = 0; j < EACH; j++) w[i][j] = {};
-            load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+            if (!routes) load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         }
+        if constexpr (S::EXPERTS) load_router(routes, layer);
         prepare(kind, layer, 0);
         if (hushed && tid == 0) full[S::WAITS].arrive();
-        input(kind, layer);
+        if (!S::EXPERTS || kind != STEP_GATE_UP || !routed) input(kind, layer);
         if (hushed && tid == 0) full[S::WAITS].arrive();
+        if constexpr (S::EXPERTS)
+            if (routes) return route(layer);
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
@@ -340,6 +437,49 @@ template <class S> struct Step {
             }
             set ^= 1;
         }
+    }
+    // ---- Experts
+    // Four numbers of row i of those that this block computes: blockIdx.x, blockIdx.x + gridDim.x, ..
+    __device__ __forceinline__ uint2 router_word(int layer, int i, int word) const {
+        const int e = blockIdx.x + i * gridDim.x;
+        if (e >= p.E || word >= p.C / 4) return make_uint2(0, 0);
+        return ((const uint2*)(p.router + ((size_t)layer * p.E + e) * p.C))[word];
+    }
+    __device__ __forceinline__ void load_router(bool routes, int layer) { // before the input has come
+        constexpr int WORDS = S::NUMBERS / 4;
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++)
+            GPU_UNROLL
+            for (int j = 0; j < EARLY; j++) {
+                const int word = (warp + (lane + 32 * j) / WORDS * WARPS) * WORDS + (lane + 32 * j) % WORDS; // Input's
+                router[i][j] = routes ? router_word(layer, i, word) : make_uint2(0, 0);
+            }
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) score[i] = 0;
+    }
+    // Adds what a word of the input contributes: the j-th of this lane's first ones, or a later one.
+    __device__ __forceinline__ void add_scores(int layer, int word, int j, bool first, const uint4& x) {
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            const uint2 w = first && j < EARLY ? router[i][j % EARLY] : router_word(layer, i, word);
+            score[i] += fmaf(low(w.x), low(x.x), high(w.x) * high(x.x)) + fmaf(low(w.y), low(x.y), high(w.y) * high(x.y));
+        }
+    }
+    __device__ __forceinline__ void route(int layer) {
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            const float sum = warp_sum(score[i]);
+            if (lane == 0) dealt.routed[i][warp] = sum;
+        }
+        meet();
+        routed = true;
+        const int e = blockIdx.x + lane * gridDim.x;
+        if (warp || lane >= STEP_ROUTED || e >= p.E) return;
+        float z = 0;
+        GPU_UNROLL
+        for (int w = 0; w < WARPS; w++) z += dealt.routed[lane][w];
+        z *= rms_scale();
+        step_publish(p.scores + e, make_uint4(__float_as_uint(z), 0, 0, epoch(layer)));
     }
     // In batches: the sums of tiles tile .. tile + count - 1 of `tiles`.
     __device__ __forceinline__ void multiply_round(typename W::Lane (&w)[BATCH][EACH], int tile, int count, int tiles,
@@ -454,8 +594,9 @@ template <class S> struct Step {
             send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
         } else if (kind == STEP_GATE_UP) {
             const float up = __shfl_down_sync(~0u, y, 8);
-            send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e,
-                 there && lane / 8 % 2 == 0);
+            float h = __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up;
+            if constexpr (S::EXPERTS) h *= dealt.share[min((unsigned)row / (unsigned)p.M, 31u)];
+            send(p.hidden + (size_t)n * (p.F / 4), row, h, 0, e, there && lane / 8 % 2 == 0);
         } else if (kind != STEP_LOGITS) {
             const float x = __uint_as_float(embedding ? old << 16 : old) + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
@@ -477,6 +618,7 @@ template <class S> struct Step {
         int joined;              // splits of attention to join
         uint32_t epoch;
         bool embeds, normed;     // words are of embeddings; their squares are summed before a norm
+        int routes;              // the layer whose router takes them, or -1
         __device__ __forceinline__ int word(unsigned i) const { // this warp's i-th
             return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS);
         }
@@ -488,14 +630,13 @@ template <class S> struct Step {
         const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * WORDS : 0;
         const int count = mine - ((steps - 1) % WARPS == warp ? steps * WORDS - words : 0);
         const int filled = (q.steps + STEPS - 1) / STEPS * EACH * WORDS;
-        const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
-        const uint4* from = kind == STEP_O         ? p.att
-                            : kind == STEP_DOWN    ? p.hidden
-                            : kind == STEP_GATE_UP ? p.mid
-                                                   : p.out;
+        const bool routes = S::EXPERTS && kind == STEP_ROUTE, mid = kind == STEP_GATE_UP || routes;
+        const bool normed = kind == STEP_QKV || mid || kind == STEP_LOGITS;
+        const uint4* from = kind == STEP_O ? p.att : kind == STEP_DOWN ? p.hidden : mid ? p.mid : p.out;
         const int joined = kind == STEP_O && S::TOKENS == 1 ? dealt.place[0].joined : 1;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
-        return {from, warp, count, filled, mine, joined, e, kind == STEP_QKV && layer == 0, normed};
+        return {from, warp, count, filled, mine, joined, e, kind == STEP_QKV && layer == 0, normed,
+                routes ? layer : -1};
     }
     // Copies a product's input to `work`, before a norm also the words' squares.
     __device__ __forceinline__ void input(int kind, int layer) {
@@ -525,12 +666,16 @@ template <class S> struct Step {
             GPU_UNROLL
             for (int j = 0; j < ONCE; j++) {
                 square += __uint_as_float(v[j].z);
+                if constexpr (S::EXPERTS)
+                    if (in.routes >= 0 && there(j)) add_scores(in.routes, in.word(at(j)), j, done == 0, v[j]);
                 W::store_x((unsigned char*)work + (warp + at(j) / in.WORDS * WARPS) * W::X_BYTES, at(j) % in.WORDS,
                            make_uint2(v[j].x, v[j].y), at(j) < all);
             }
             done += 32 * ONCE;
         };
         while (done + 4 * 32 <= all) take(std::integral_constant<int, 4>());
+        if constexpr (S::EXPERTS)
+            if (done + 2 * 32 <= all) take(std::integral_constant<int, 2>());
         while (done < all) take(std::integral_constant<int, 1>());
         if (!in.normed) return;
         square = warp_sum(square);
@@ -576,6 +721,8 @@ template <class S> struct Step {
                 for (int j = 0; j < ONCE; j++) {
                     if (i + j * 32 >= count) break;
                     if (v[j].w != in.epoch) v[j] = await(own + j * APART, in.epoch);
+                    if constexpr (S::EXPERTS)
+                        if (in.routes >= 0) add_scores(in.routes, in.word(i + j * 32), j, i == lane, v[j]);
                     take(0, j, v[j]);
                 }
             }
@@ -625,7 +772,7 @@ template <class S> struct Step {
     }
 
     __device__ __forceinline__ void phase(int kind, int layer) {
-        if (kind == STEP_ATTEND ? !attends : kind == STEP_JOIN && !joins) return;
+        if (kind == STEP_ATTEND ? !attends : kind == STEP_JOIN ? !joins : !S::EXPERTS && kind == STEP_ROUTE) return;
         begin_phase();
         if (kind == STEP_ATTEND)
             step_items<S>(p, dealt, [&](const StepPlace&, int n, int kv, int split) { attend(layer, n, kv, split); });
@@ -803,23 +950,23 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     StepDealt& dealt = *(StepDealt*)(empty + S::BARRIERS);
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
-    if (tid < 7) step_deal(p, dealt, tid);
+    if (tid < STEP_KINDS) step_deal(p, dealt, tid);
     if (tid == 0) full[S::WAITS].begin(1);
     if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
     if (tid >= S::CONSUMERS) {
-        if constexpr (S::BULK) keep_registers<40>();
+        if constexpr (S::BULK) keep_registers<S::EXPERTS ? 56 : 40>();
         if (S::BULK && tid >= S::CONSUMERS + 32) return; // one warp copies
         return step_produce<S>(p, memory, dealt, first, last);
     }
-    if constexpr (S::BULK) take_registers<232>(); // 128 x 40 + 256 x 232 of 384 x 168
+    if constexpr (S::BULK) take_registers<S::EXPERTS ? 224 : 232>(); // 128 x 40 + 256 x 232 (or 56, 224) of 384 x 168
     Step<S> step(p, dealt);
-    int layer = first / 6, kind = first % 6;
+    int layer = first / STEP_PHASES, kind = first % STEP_PHASES;
     for (int phase = first; phase < last; phase++) {
         if (layer == p.L) kind = STEP_LOGITS;
         step.phase(kind, layer);
-        if (++kind == 6) kind = 0, layer++;
+        if (++kind == STEP_PHASES) kind = 0, layer++;
     }
     if (last == p.phases()) step.finish();
 }
