@@ -433,7 +433,7 @@ struct RoadStep {
         copy_out(session.ctx, logits.data(), session.row_logits, logits.size());
     }
 };
-TEST_CASE("experts, one kernel a token: as near to fp32 as the CPU's bf16 in every format; phase by phase the same bits") {
+TEST_CASE("one kernel a token of experts: as near to fp32 as the CPU's bf16 in every format; phase by phase the same bits") {
     const Scratch s;
     write_file(s / "c.json", R"({"model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
         "head_dim": 128, "intermediate_size": 192, "moe_intermediate_size": 384, "num_experts": 136, "num_experts_per_tok": 6, "norm_topk_prob": true,
