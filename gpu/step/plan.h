@@ -116,6 +116,7 @@ struct StepShape {
     static constexpr int NUMBERS = 32 * W::RUNS; // of a row, in a chunk
     static constexpr int BARRIERS = STAGE < 10000 ? 32 : 16; // of each kind; the ring's stages are fewer:
     static constexpr int WAITS = BARRIERS - 1; // so this one's phase is odd while warp 0 waits for a product's words
+    static constexpr int CHOICE = BARRIERS - 2; // ... and this one counts the layers whose experts are chosen
     // How a block multiplies: stages in batches, whose operands are loaded before the input arrives; or, with INT4 and
     // with 8 bits in larger models, stage by stage.
     static constexpr bool BATCHED = W::PLAIN || (W::RUNS == 2 && STEPS < 32);
@@ -161,6 +162,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     if (c.E) p.layer_bytes += (c.E - 1) * p.expert_bytes;
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
     p.product[STEP_LOGITS].in_flight = (192 << 10) / (std::min(S::STEPS, p.product[STEP_LOGITS].steps) * S::W::CHUNK);
+    if (c.E) p.product[STEP_GATE_UP].in_flight = p.product[STEP_LOGITS].in_flight; // memory idles until experts are chosen
     p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K)), p.joined = S::TOKENS == 1 ? 4 : 1;
@@ -176,7 +178,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     p.work_at = p.squares_at + up(2 * (size_t)N * S::WARPS * sizeof(float));
     p.ring_at = p.work_at + up(std::max(input, attend));
     const size_t room = p.ring_at < shared_limit ? (shared_limit - p.ring_at) / S::STAGE : 0;
-    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4); // (fewer than S::WAITS)
+    p.stages = (int)std::min<size_t>(room, S::BARRIERS * 3 / 4); // (fewer than S::CHOICE)
     auto bound = [&](int& halves) { halves = std::max(2, std::min(halves, 2 * (p.stages - 1))); };
     for (StepProduct& q : p.product) bound(q.in_flight);
     bound(p.in_flight_pages);

@@ -6,8 +6,8 @@
               before Hopper). The rows of a product are cut into tiles of 8, which are dealt to the blocks in turn.
    Phases     7 a layer: QKV, ATTEND, JOIN, O, ROUTE, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a
               launch: all at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
-   Experts    ROUTE computes the router's scores, a row or two a block. Every producer chooses the experts from them. The
-              rows of the k chosen gate_up follow each other, and so do the columns of their down.
+   Experts    ROUTE computes the router's scores, a row or two a block; then each block chooses the experts, and tells its
+              producer. The rows of the k chosen gate_up follow each other, and so do the columns of their down.
    Words      16 bytes in global memory, written and read in one piece: four bf16, a float, the epoch. A reader reads a
               word until it has the epoch. A word is written again a layer later, when all its readers have read it.
    Faults     A wait of over a second sets *fault and ends all further waits.
@@ -126,66 +126,19 @@ struct StepWaits {
     }
 };
 
-// The experts of a layer's token, by a warp of the producer: the k of the largest scores, of equal ones the first. Their
-// numbers and shares go to `dealt`; the first stage of GATE_UP hands them to the consumers.
-__device__ inline void step_choose(StepWaits& waits, StepDealt& dealt, uint32_t epoch) {
-    constexpr int EACH = 8, ONCE = 4; // scores of a lane; words that it loads at once
-    const StepArgs& p = waits.p;
-    const int lane = waits.lane;
-    uint32_t key[EACH]; // ordered as the scores; 0: there is none, or it is chosen
-    GPU_UNROLL
-    for (int i = 0; i < EACH; i += ONCE) {
-        uint4 v[ONCE];
-        const auto there = [&](int j) { return lane + 32 * (i + j) < p.E; };
-        GPU_UNROLL
-        for (int j = 0; j < ONCE; j++) key[i + j] = 0;
-        if (32 * i >= p.E) continue;
-        waits.await_all(v, epoch, [&](int j) { return p.scores + lane + 32 * (i + j); }, there);
-        GPU_UNROLL
-        for (int j = 0; j < ONCE; j++)
-            if (there(j)) key[i + j] = v[j].x & 0x80000000 ? ~v[j].x : v[j].x | 0x80000000;
-    }
-    const auto score = [](uint32_t key) { return __uint_as_float(key & 0x80000000 ? key ^ 0x80000000 : ~key); };
-    uint32_t best = 0;
-    GPU_UNROLL
-    for (int i = 0; i < EACH; i++) best = max(best, key[i]);
-    const float top = score(__reduce_max_sync(~0u, best));
-    const auto weight = [&](uint32_t key) { return key ? exp2_fast((score(key) - top) * LOG2E) : 0; };
-    float all = 0, own = 0;
-    GPU_UNROLL
-    for (int i = 0; i < EACH; i++) all += weight(key[i]);
-    for (int j = 0; j < p.k; j++) {
-        uint32_t mine = 0, e = ~0u;
-        GPU_UNROLL
-        for (int i = EACH - 1; i >= 0; i--)
-            if (key[i] && key[i] >= mine) mine = key[i], e = lane + 32 * i;
-        const uint32_t largest = __reduce_max_sync(~0u, mine);
-        const uint32_t chosen = __reduce_min_sync(~0u, mine == largest ? e : ~0u);
-        GPU_UNROLL
-        for (int i = 0; i < EACH; i++)
-            if (chosen == (uint32_t)(lane + 32 * i)) key[i] = 0;
-        if (lane == j) own = weight(largest), dealt.chosen[j] = min(chosen, p.E - 1u);
-    }
-    all = warp_sum(p.normed_shares ? own : all);
-    if (lane < p.k) dealt.share[lane] = own / all;
-    __threadfence_block();
-    __syncwarp();
-}
-
 // The producer: copies stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
 template <class S>
-__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, StepDealt& dealt, int first,
-                                             int last) {
+__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
+                                             int first, int last) {
     StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
     const int i = threadIdx.x - S::CONSUMERS;
     int stage = 0, issued = 0;
     uint32_t parity = 1;
     const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
-    [[maybe_unused]] const uint32_t before = S::EXPERTS ? *p.steps : 0;
-    [[maybe_unused]] int chosen_of = -1; // the layer whose experts are chosen
+    [[maybe_unused]] int chosen_of = -1; // the layer whose experts are known
+    [[maybe_unused]] uint32_t choices = 0;
     bool attends = false; // this block, so it has more to fetch
     for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
-    [[maybe_unused]] StepWaits waits(p, (int)threadIdx.x % 32);
     // Copies a stage's bytes; from(at, n): where those from `at` on are, n of them, or fewer if it sets n (of experts).
     auto fill = [&](int bytes, int each, int in_flight, auto from) {
         empty[stage].wait(parity);
@@ -230,8 +183,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
         const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
         const bool of_experts = S::EXPERTS && (kind == STEP_GATE_UP || kind == STEP_DOWN);
         if constexpr (S::EXPERTS) {
-            if (of_experts && dealt.units[kind] && chosen_of != layer)
-                step_choose(waits, dealt, before * (uint32_t)p.L + (uint32_t)layer + 1), chosen_of = layer;
+            if (of_experts && chosen_of != layer) full[S::CHOICE].wait(choices++ & 1), chosen_of = layer;
             if (kind == STEP_DOWN) { // the k experts' columns of a tile
                 const int each = q.steps / p.k * S::W::CHUNK;
                 for (int u = 0; u < dealt.units[kind]; u++) {
@@ -283,6 +235,7 @@ template <class S> struct Step : StepWaits {
     bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
     const bool hushed;                // see step_hushed
     bool routed = false;              // this launch's ROUTE has the input of GATE_UP
+    int chosen_of = -1;               // the layer whose experts are chosen
     static constexpr int EARLY = 2;   // words of a row of the router that a lane loads before its input
     uint2 router[STEP_ROUTED][EARLY];
     float score[STEP_ROUTED];         // ... and this lane's part of them
@@ -406,8 +359,7 @@ template <class S> struct Step : StepWaits {
     __device__ __forceinline__ void product(int kind, int layer) {
         const StepProduct& q = dealt.product[kind];
         const int tiles = dealt.units[kind] * q.tiles, stages = (q.steps + STEPS - 1) / STEPS;
-        const bool routes = S::EXPERTS && kind == STEP_ROUTE;
-        if (!tiles && !routes) return;
+        if (!tiles) return;
         const int less = stages == 1 ? 0 : STEPS;
         typename W::Lane w[BATCH][EACH];
         if constexpr (S::BATCHED) {
@@ -416,15 +368,12 @@ template <class S> struct Step : StepWaits {
                 for (int i = 0; i < BATCH; i++)
                     GPU_UNROLL
                     for (int j = 0; j < EACH; j++) w[i][j] = {};
-            if (!routes) load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
+            load(w, min(BATCH, stages == 1 ? tiles : stages), q.steps, less); // before the input has come
         }
-        if constexpr (S::EXPERTS) load_router(routes, layer);
         prepare(kind, layer, 0);
         if (hushed && tid == 0) full[S::WAITS].arrive();
         if (!S::EXPERTS || kind != STEP_GATE_UP || !routed) input(kind, layer);
         if (hushed && tid == 0) full[S::WAITS].arrive();
-        if constexpr (S::EXPERTS)
-            if (routes) return route(layer);
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
             if (tile) prepare(kind, layer, tile);
@@ -445,18 +394,6 @@ template <class S> struct Step : StepWaits {
         if (e >= p.E || word >= p.C / 4) return make_uint2(0, 0);
         return ((const uint2*)(p.router + ((size_t)layer * p.E + e) * p.C))[word];
     }
-    __device__ __forceinline__ void load_router(bool routes, int layer) { // before the input has come
-        constexpr int WORDS = S::NUMBERS / 4;
-        GPU_UNROLL
-        for (int i = 0; i < STEP_ROUTED; i++)
-            GPU_UNROLL
-            for (int j = 0; j < EARLY; j++) {
-                const int word = (warp + (lane + 32 * j) / WORDS * WARPS) * WORDS + (lane + 32 * j) % WORDS; // Input's
-                router[i][j] = routes ? router_word(layer, i, word) : make_uint2(0, 0);
-            }
-        GPU_UNROLL
-        for (int i = 0; i < STEP_ROUTED; i++) score[i] = 0;
-    }
     // Adds what a word of the input contributes: the j-th of this lane's first ones, or a later one.
     __device__ __forceinline__ void add_scores(int layer, int word, int j, bool first, const uint4& x) {
         GPU_UNROLL
@@ -465,7 +402,16 @@ template <class S> struct Step : StepWaits {
             score[i] += fmaf(low(w.x), low(x.x), high(w.x) * high(x.x)) + fmaf(low(w.y), low(x.y), high(w.y) * high(x.y));
         }
     }
+    // GATE_UP's input, and this block's scores.
     __device__ __forceinline__ void route(int layer) {
+        const Input in = input_of(STEP_ROUTE, layer);
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            score[i] = 0;
+            GPU_UNROLL
+            for (int j = 0; j < EARLY; j++) router[i][j] = router_word(layer, i, in.word(lane + 32 * j));
+        }
+        input(STEP_ROUTE, layer);
         GPU_UNROLL
         for (int i = 0; i < STEP_ROUTED; i++) {
             const float sum = warp_sum(score[i]);
@@ -480,6 +426,42 @@ template <class S> struct Step : StepWaits {
         for (int w = 0; w < WARPS; w++) z += dealt.routed[lane][w];
         z *= rms_scale();
         step_publish(p.scores + e, make_uint4(__float_as_uint(z), 0, 0, epoch(layer)));
+    }
+    // The k experts of the largest scores, of equal ones the first: an expert's rank is the number of those before it.
+    __device__ __forceinline__ void choose(int layer) {
+        float* const z = sums_of(0, 0, 0); // (E), and -inf up to a multiple of 4; free until the next product's sums
+        const int padded = (p.E + 3) / 4 * 4;
+        for (int e = tid; e - lane < padded; e += CONSUMERS) {
+            uint4 word[1];
+            await_all(word, epoch(layer), [&](int) { return p.scores + e; }, [&](int) { return e < p.E; });
+            if (e < padded) z[e] = e < p.E ? usable(__uint_as_float(word[0].x)) : -INFINITY;
+        }
+        meet();
+        for (int e = tid; e < p.E; e += CONSUMERS) {
+            const float own = z[e];
+            const auto before = [&](float other, int f) { return other > own || (other == own && f < e); };
+            int rank = 0;
+            for (int f = 0; f < p.E; f += 4) {
+                const float4 v = *(const float4*)(z + f);
+                rank += before(v.x, f) + before(v.y, f + 1) + before(v.z, f + 2) + before(v.w, f + 3);
+            }
+            if (rank < p.k) dealt.chosen[rank] = e, dealt.share[rank] = own;
+        }
+        float top = -INFINITY, all = 0;
+        const auto weight = [&](float z) { return exp2_fast((z - top) * LOG2E); };
+        if (warp == 0) {
+            for (int e = lane; e < p.E; e += 32) top = fmaxf(top, z[e]);
+            top = warp_max(top);
+            for (int e = lane; e < p.E; e += 32) all += weight(z[e]);
+        }
+        meet();
+        if (tid == 0) full[S::CHOICE].arrive(); // for the producer
+        chosen_of = layer;
+        if (warp) return;
+        const float own = lane < p.k ? weight(dealt.share[lane]) : 0;
+        all = warp_sum(p.normed_shares ? own : all);
+        if (lane < p.k) dealt.share[lane] = own / all;
+        __syncwarp();
     }
     // In batches: the sums of tiles tile .. tile + count - 1 of `tiles`.
     __device__ __forceinline__ void multiply_round(typename W::Lane (&w)[BATCH][EACH], int tile, int count, int tiles,
@@ -781,7 +763,12 @@ template <class S> struct Step : StepWaits {
                 const StepPlace& y = dealt.place[n];
                 for (int h = y.item[1]; h < p.H && !y.joined; h += gridDim.x) join(layer, n, h, y.splits);
             }
-        } else product(kind, layer);
+        } else if (S::EXPERTS && kind == STEP_ROUTE) route(layer);
+        else {
+            if constexpr (S::EXPERTS)
+                if ((kind == STEP_GATE_UP || kind == STEP_DOWN) && chosen_of != layer) choose(layer);
+            product(kind, layer);
+        }
     }
 
     // ---- Attention
@@ -952,15 +939,16 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < STEP_KINDS) step_deal(p, dealt, tid);
     if (tid == 0) full[S::WAITS].begin(1);
+    if (S::EXPERTS && tid == 0) full[S::CHOICE].begin(1);
     if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
     if (tid >= S::CONSUMERS) {
-        if constexpr (S::BULK) keep_registers<S::EXPERTS ? 56 : 40>();
+        if constexpr (S::BULK) keep_registers<40>();
         if (S::BULK && tid >= S::CONSUMERS + 32) return; // one warp copies
         return step_produce<S>(p, memory, dealt, first, last);
     }
-    if constexpr (S::BULK) take_registers<S::EXPERTS ? 224 : 232>(); // 128 x 40 + 256 x 232 (or 56, 224) of 384 x 168
+    if constexpr (S::BULK) take_registers<232>(); // 128 x 40 + 256 x 232 of 384 x 168
     Step<S> step(p, dealt);
     int layer = first / STEP_PHASES, kind = first % STEP_PHASES;
     for (int phase = first; phase < last; phase++) {
