@@ -425,7 +425,8 @@ template <class S> struct Step : StepWaits {
         GPU_UNROLL
         for (int w = 0; w < WARPS; w++) z += dealt.routed[lane][w];
         z *= rms_scale();
-        step_publish(p.scores + e, make_uint4(__float_as_uint(z), 0, 0, epoch(layer)));
+        const uint32_t bits = __float_as_uint(z);
+        step_publish(p.scores + e, make_uint4(bits, bits, bits, epoch(layer)));
     }
     // The k experts of the largest scores, of equal ones the first: an expert's rank is the number of those before it.
     __device__ __forceinline__ void choose(int layer) {
@@ -434,7 +435,8 @@ template <class S> struct Step : StepWaits {
         for (int e = tid; e - lane < padded; e += CONSUMERS) {
             uint4 word[1];
             await_all(word, epoch(layer), [&](int) { return p.scores + e; }, [&](int) { return e < p.E; });
-            if (e < padded) z[e] = e < p.E ? usable(__uint_as_float(word[0].x)) : -INFINITY;
+            const uint32_t bits = word[0].x & word[0].y & word[0].z; // the same in each, see step_peek
+            if (e < padded) z[e] = e < p.E ? usable(__uint_as_float(bits)) : -INFINITY;
         }
         meet();
         for (int e = tid; e < p.E; e += CONSUMERS) {
