@@ -118,7 +118,7 @@ void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const 
 }
 
 // The adapter's part of dx, (N, W.in): sum_j drop_j(dh_j A_j).
-template <class T> static const acc<T>* adapter_backward(const T* dh, const Linear<T>& W, int N) {
+template <class T> static acc<T>* adapter_backward(const T* dh, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const int in = W.in, rank = a.rank;
     const acc<T> scale = a.dropout ? 1 / (1 - (acc<T>)a.dropout->p) : 1;
@@ -159,7 +159,15 @@ void linear_backward_input_cpu(Context&, T* dx, T* dh, acc<T>* dB, const T* dy, 
         outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s,
                    Rows<T>{a.h + column, ld}, B, [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
     }
-    const acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
+    acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
+    for (int j = 0; j < a.modules && a.dora.on && a.dropout; j++) { // drop_j(t) - t, t rounded to T
+        static thread_local std::vector<T> kept;
+        T* const t = at_least(kept, N * in);
+        transposed_product_cpu(W.block(a.block[j]), a.dora.off + W.first_row(a.block[j]), out, N, (const acc<T>*)nullptr,
+                               [&](int n, int i, acc<T> sum) { t[n * in + i] = to_stored<T>(sum); });
+        const T* some = dropped_cpu(t, W, j, N);
+        for (size_t i = 0; i < N * in; i++) ahead[i] += to_acc(some[i]) * drop_scale(a) - to_acc(t[i]);
+    }
     transposed_product_cpu(W, dy, out, N, ahead,
                            [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
 }

@@ -12,9 +12,10 @@
 template <class T> void Parameters<T>::measure() {
     if (!o.full) {
         const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
-        count = end.B;
+        count = end.m;
         segments = {{0, end.A, o.weight_decay, 1},
                     {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale(), o.loraplus}};
+        if (o.lora.dora) segments.push_back({end.B, end.m - end.B, o.weight_decay, 1, o.loraplus});
         saved = count;
         each_saved([&](const ModelTensor& t, size_t) { count += t.size(); });
         if (count > saved) segments.push_back({saved, count - saved, o.weight_decay, 1});
@@ -100,7 +101,7 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
             const Adapter<T>& adapter = linear.adapter;
             auto& to = gradient_of_module(module_numbered(adapter.module[0], c.L));
-            to.A = gradient + at.A, to.B = gradient + at.B;
+            to.A = gradient + at.A, to.B = gradient + at.B, to.m = gradient + at.m;
         });
         each_saved([&](const ModelTensor& t, size_t at) { gradient_of(t) = gradient + at; });
     }
@@ -118,10 +119,28 @@ template <class T> void Parameters<T>::give_copies(T* to, const std::vector<A>& 
 template <class T> void Parameters<T>::use(T* copies) {
     if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { place_of(w, t).numbers() = copies + at; });
     else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
-        linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B;
+        linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B, linear.adapter.dora.m = p + at.m;
     });
     each_saved([&](const ModelTensor& t, size_t at) { saved_in(w, t) = saved_linear<T>(t, copies + at); });
     if (o.full && c.tied) w.head = w.embed;
+}
+
+template <class T> void Parameters<T>::find_norms() {
+    if (!o.full && o.lora.dora) each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { dora_norm(ctx, linear); });
+}
+template <class T> void Parameters<T>::begin_dora() {
+    find_norms();
+    if (o.full || !o.lora.dora || !o.adapter_init.empty()) return;
+    each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+        const Adapter<T>& a = linear.adapter;
+        for (int j = 0; j < a.modules; j++) {
+            const size_t row = linear.first_row(a.block[j]);
+            std::vector<A> lengths(linear.rows[a.block[j]]);
+            copy_out(ctx, lengths.data(), a.dora.norm + row, lengths.size());
+            copy_in(ctx, p + at.m + row, lengths.data(), lengths.size());
+        }
+    });
+    find_norms();
 }
 
 // ---- Places
@@ -181,6 +200,7 @@ template <class T> void Parameters<T>::divide() {
         const int layer = module_numbered(linear.adapter.module[0], c.L).layer;
         is_in(at.A, linear.adapter.width() * linear.in, layer);
         is_in(at.B, linear.adapter.width() * linear.out(), layer);
+        if (linear.adapter.dora.on) is_in(at.m, linear.out(), layer);
     });
     each_saved([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), -1); });
     if (o.scores()) is_in(score, (size_t)c.C, -1);
@@ -256,6 +276,7 @@ template <class T> void Parameters<T>::update(const double* norm, double lr, int
             RUN(adamw, stored + from, p + at, m + at, v + at, own_gradient + at, norm, to - from, how);
         });
     }
+    find_norms();
     const T* mine = stored + ranks.rank * buckets.piece;
     if (sharded()) gather(stored, [&](size_t b) { return mine + b * buckets.bucket; });
 }

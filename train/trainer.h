@@ -65,6 +65,8 @@ template <class T> struct Trainer {
     Flow<T> d;
     KVCache<T> kv;
     T *h, *expert_h;    // of all adapters; on a GPU those of experts have one of their own, (N k, 2 rank)
+    T *u, *dora_off, *dora_x; // of all adapters with DoRA, and their scratch: see Dora
+    A* dora_norms;            // ... norm, then c
     uint32_t* kept;     // ... and dropout's masks of their inputs, on a GPU
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
     double* results;    // loss and gradient norm of the step; with --teacher sums of divergence and agreement
