@@ -2767,6 +2767,7 @@ __global__ void __launch_bounds__(256) dropped_kernel(bf16* y, const bf16* x, Dr
     }
 }
 
+#if COMPILED(PART_LINEAR) || defined(QWEN3_EMULATED)
 // dora_norm. Grid: out / 8, 128 threads. A block has eight rows of W, a thread two of every 256 columns; s B of the rows
 // lies in shared memory, (rank, 8). Bound by multiplications: 2 rank a number of W.
 struct DoraArgs {
@@ -2828,6 +2829,8 @@ __global__ void __launch_bounds__(DORA_THREADS) dora_norm_kernel(DoraArgs p, con
     p.c[r0 + t] = j < 0 ? 1 : p.m[r0 + t] / sqrtf(sum);
 }
 
+#endif
+#if COMPILED(PART_LORA) || defined(QWEN3_EMULATED)
 // dora_backward: du = c dy, off = (c - 1) dy (null: not wanted), and sums of dy u over a split of the tokens. Grid: (out
 // / 256, splits), 8 warps. A warp has every eighth token of the split, a lane eight rows of W. dora_sums_kernel adds the
 // splits in order. Bound by memory bandwidth.
@@ -2870,6 +2873,7 @@ dora_sums_kernel(float* dm, const float* partial, const float* norm, int out, in
     for (int s = 0; s < splits; s++) sum += partial[(size_t)s * out + r];
     dm[r] += sum / norm[r];
 }
+#endif
 #endif // QWEN3_KERNELS
 #ifdef __CUDACC__
 inline unsigned blocks_of(size_t threads) { return (unsigned)((threads + 255) / 256); } // of 256

@@ -211,6 +211,7 @@ template <class T> struct AttachedAdapter {
             a.dora.m = m + at.u, a.dora.norm = norm + at.u, a.dora.c = c + at.u, a.dora.u = u;
             dora_norm(ctx, linear);
         });
+        if (acc<T> one; end.u) copy_out(ctx, &one, c, 1); // other streams read c, too: waits for this one
         if constexpr (std::is_same_v<Model, Weights<T>>)
             for (const ModelTensor& t : file.saved()) {
                 const Tensor& from = file.tensors.at(saved_name(t));

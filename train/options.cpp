@@ -205,7 +205,6 @@ static void check_grpo(const TrainOptions& o) {
     if (rl.rewards.empty()) DIE("--grpo: --reward NAME says what an answer is worth");
     for (auto& name : rl.rewards) make_reward(name, rl.timeout); // throws
     if (o.full && rl.temperature != 1) DIE("--temp %g: with --full the temperature is 1", rl.temperature);
-    if (o.lora.dora && rl.kl_beta > 0) DIE("--kl-beta: its reference is not kept with DoRA");
     if (rl.iterations > 1 && std::max(o.gpus, o.ranks->size) > 1)
         DIE("--iterations %d: several GPUs take one step on the same answers", rl.iterations);
 }

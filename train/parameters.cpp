@@ -119,7 +119,8 @@ template <class T> void Parameters<T>::give_copies(T* to, const std::vector<A>& 
 template <class T> void Parameters<T>::use(T* copies) {
     if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { place_of(w, t).numbers() = copies + at; });
     else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
-        linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B, linear.adapter.dora.m = p + at.m;
+        linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B;
+        linear.adapter.dora.m = copies == stored ? p + at.m : first_m + at.u;
     });
     each_saved([&](const ModelTensor& t, size_t at) { saved_in(w, t) = saved_linear<T>(t, copies + at); });
     if (o.full && c.tied) w.head = w.embed;
@@ -130,15 +131,14 @@ template <class T> void Parameters<T>::find_norms() {
 }
 template <class T> void Parameters<T>::begin_dora() {
     find_norms();
-    if (o.full || !o.lora.dora || !o.adapter_init.empty()) return;
+    if (o.full || !o.lora.dora) return;
     each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
-        const Adapter<T>& a = linear.adapter;
-        for (int j = 0; j < a.modules; j++) {
-            const size_t row = linear.first_row(a.block[j]);
-            std::vector<A> lengths(linear.rows[a.block[j]]);
-            copy_out(ctx, lengths.data(), a.dora.norm + row, lengths.size());
-            copy_in(ctx, p + at.m + row, lengths.data(), lengths.size());
-        }
+        std::vector<A> lengths(linear.out());
+        copy_out(ctx, lengths.data(), o.adapter_init.empty() ? linear.adapter.dora.norm : p + at.m, lengths.size());
+        for (size_t r = 0; r < lengths.size(); r++)
+            if (linear.module_of((int)r) < 0) lengths[r] = 0;
+        copy_in(ctx, p + at.m, lengths.data(), lengths.size());
+        if (first_m) copy_in(ctx, first_m + at.u, lengths.data(), lengths.size());
     });
     find_norms();
 }

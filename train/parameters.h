@@ -44,6 +44,7 @@ template <class T> struct Parameters {
     int rank = 0;            // of adapters in this layout
     A *p, *m, *v;            // (own) master parameters, AdamW's moments
     Moments8 moments;        // (own) ... in 8 bits, with --moments 8
+    A* first_m = nullptr;    // DoRA's first m, for first_stored
     A *gradient;             // (padded) of this rank's rows, then of all ranks'
     A *own_gradient;         // (own) of all ranks' rows
     T* stored;               // (padded) the products' operands: the parameters as T, those of B times s

@@ -18,7 +18,7 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
     expert_h = arena.take<T>(ctx.gpu && adapts_experts() ? (size_t)N * c.k * 2 * params.rank : 0);
     kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
-    const size_t dora = o.full ? 0 : each_adapter(w, [](Linear<T>&, AdapterPlace) {}).u;
+    const size_t dora = dora_rows();
     u = arena.take<T>((size_t)N * (o.recompute ? dora / c.L : dora));
     dora_norms = arena.take<A>(2 * dora);
     const size_t scratch = arena.used;
@@ -102,7 +102,7 @@ template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     arena.used = std::max(arena.used, end);
     if (!o.grpo) return;
     by = arena.take<A>(loader.most_tokens), norm = arena.take<T>(c.C);
-    if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count);
+    if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count), params.first_m = arena.take<A>(dora_rows());
 }
 
 // Calls f(linear, at) for each product that has an adapter: the place of its DropoutMasks. With --recompute all layers
@@ -123,7 +123,7 @@ template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<
 // Points the adapters at their h and masks.
 template <class T> void Trainer<T>::fill() {
     if (!o.full) {
-        const size_t all = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).u;
+        const size_t all = dora_rows();
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
             const bool of_expert = module_numbered(linear.adapter.module[0], c.L).expert >= 0;
             linear.adapter.h = ctx.gpu && of_expert ? expert_h : h + at.h * loader.most_tokens;

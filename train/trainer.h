@@ -159,6 +159,7 @@ template <class T> struct Trainer {
         const bool* on = o.lora.targets;
         return c.E && !o.full && (on[GATE_PROJ] || on[UP_PROJ] || on[DOWN_PROJ]);
     }
+    size_t dora_rows() { return o.full ? 0 : each_adapter(w, [](Linear<T>&, AdapterPlace) {}).u; } // of all matrices
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 

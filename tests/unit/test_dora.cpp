@@ -188,10 +188,9 @@ TEST_CASE("DoRA beside PEFT: gradients, the losses of 30 steps, with LoRA+ and r
                 REQUIRE(t.train_step());
                 worst = std::max(worst, std::fabs(t.last_loss - peft[name]["losses"][i].number()));
                 CHECK(t.last_norm == doctest::Approx(peft[name]["norms"][i].number()).epsilon(2e-4));
-                if (i == 0) CHECK(worst < 1e-6);
             }
             INFO("largest difference of a loss " << worst);
-            CHECK(worst < 2e-5);
+            CHECK(worst < 2e-6);
             t.write_result(scratch / name, 0);
             const AdapterFile written(scratch / name, file.config);
             CHECK(written.tensors.size() == theirs.size());
@@ -221,4 +220,91 @@ TEST_CASE("DoRA beside PEFT: gradients, the losses of 30 steps, with LoRA+ and r
             CHECK(loss_of(file.config, w) == doctest::Approx(loss).epsilon(1e-5));
             CHECK(loss_of(merged.config, whole) == doctest::Approx(loss).epsilon(1e-5));
         }
+}
+
+// ---- The programs
+
+static Result run(const char* name, const Strings& arguments) {
+    const Result r = Process(name, arguments).wait();
+    INFO(r.err);
+    REQUIRE(r.status == 0);
+    return r;
+}
+static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
+
+TEST_CASE("train_lora --dora: m begins as W's lengths; resume to the bit; the same bits however a step is cut, recomputed, on any threads; ranks") {
+    Scratch out;
+    const std::string text = read_file(FIXTURES + "rows.jsonl");
+    write_file(out / "rows.jsonl", text.substr(0, text.find('\n', text.size() * 2 / 5) + 1));
+    const std::string rows = out / "rows.bin";
+    run(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, out / "rows.jsonl", rows, "--info", "none"});
+    const Strings how = {TINY, rows, "-d", "cpu", "--rank", "4", "--lr", "5e-3", "--batch", "8", "--steps", "12", "--dora"};
+    train(how + Strings{"-o", out / "w"});
+    train({TINY, rows, "-d", "cpu", "--rank", "4", "--lr", "5e-3", "--batch", "8", "--steps", "12", "-o", out / "lora"});
+    const std::vector<double> losses = logged(out / "w", "loss");
+    CHECK(losses[0] == doctest::Approx(logged(out / "lora", "loss")[0]).epsilon(1e-3)); // c is 1
+    CHECK(std::fabs(losses.back() - logged(out / "lora", "loss").back()) > 1e-4);
+    CHECK(losses.back() < 0.7 * losses[0]);
+    train(how + Strings{"--steps", "1", "--lr", "0", "--dtype", "f32", "-o", out / "first"});
+    const ModelFile base(TINY);
+    const AdapterFile first(out / "first", base.config);
+    for (const ModelTensor& t : targeted(base.config, first.config)) {
+        double off = 0;
+        for (int r = 0; r < t.rows; r++) {
+            double sum = 0;
+            for (int i = 0; i < t.columns; i++) sum += std::pow((double)number(base.tensors.at(t.name()), (size_t)r * t.columns + i), 2);
+            off = std::max(off, std::fabs(number(first.tensors.at(adapter_tensor(t, 'm')), (size_t)r) / std::sqrt(sum) - 1));
+        }
+        CHECK(off < 1e-6);
+    }
+
+    Process p = start_training(how + Strings{"-o", out / "parts"});
+    interrupt_at_step(4, p, out / "parts");
+    CHECK(logged(out / "parts", "loss").size() < 12);
+    Strings other = how;
+    other.pop_back();
+    check_refusal(start_training(other + Strings{"-o", out / "parts", "--resume"}).wait(), "train_lora", "begun with dora true, not unset");
+    train(how + Strings{"-o", out / "parts", "--resume"});
+    CHECK(adapter(out / "parts") == adapter(out / "w"));
+    for (const Strings& cut : {Strings{"--batch", "2", "--accum", "4"}, {"--recompute"}, {"-j", "2"}}) {
+        train(how + cut + Strings{"-o", out / "c", "--overwrite"});
+        CHECK(adapter(out / "c") == adapter(out / "w"));
+    }
+    train(how + Strings{"--batch", "4", "--gpus", "2", "-o", out / "two"});
+    for (size_t i = 0; i < 4; i++) CHECK(logged(out / "two", "loss")[i] == doctest::Approx(losses[i]).epsilon(1e-3));
+
+    // In use, merged, trained on, on packed weights, on preferences.
+    const Strings ask = {"-d", "cpu", "-z", VOCABULARY, "-t", "0", "-n", "16", "-i", "What is a warp?", "--dtype", "f32"};
+    const char* qwen3 = program("QWEN3", "./qwen3");
+    train({TINY, "--adapter-init", out / "w", "--dtype", "f32", "--merge", out / "merged"});
+    const std::string said = run(qwen3, Strings{TINY, "--adapter", out / "w"} + ask).out;
+    CHECK(said == run(qwen3, Strings{out / "merged"} + ask).out);
+    CHECK(said != run(qwen3, Strings{TINY} + ask).out);
+    train({TINY, rows, "--adapter-init", out / "w", "--steps", "2", "--batch", "8", "--lr", "1e-4", "-o", out / "on"});
+    CHECK(logged(out / "on", "loss")[0] < 0.8 * losses[0]);
+    CHECK(Json(read_file(out / "on" + "/adapter_config.json"))["use_dora"].boolean());
+    run(qwen3, {TINY, "-z", VOCABULARY, "--quantize", "int8", out / "small.bin"});
+    Strings packed = how;
+    packed[0] = out / "small.bin";
+    train(packed + Strings{"-o", out / "packed"});
+    CHECK(logged(out / "packed", "loss").back() < 0.7 * losses[0]);
+
+    // What has no place for it.
+    check_refusal(Process(qwen3, {TINY, "--adapter", out / "w", "--convert-adapter", out / "a.gguf"}).wait(), "qwen3", "DoRA (use_dora) has no place in a GGUF adapter");
+    const Result served = Process(program("SERVE", "./serve"), {TINY, "-z", VOCABULARY, "--port", "0", "--adapter", "a=" + out / "w"}).wait();
+    CHECK(served.status == 1);
+    CHECK(served.err.find("DoRA (use_dora) beside other adapters") != std::string::npos);
+    auto refused = [&](const Strings& arguments, const std::string& word) { check_refusal(start_training(arguments + Strings{"-o", out / "no"}).wait(), "train_lora", word); };
+    refused({TINY, rows, "--full", "--dora"}, "--full trains the model itself: there is no adapter for --dora");
+    refused({TINY, rows, "--adapter-init", out / "w", "--dora"}, "--dora: --adapter-init says it already");
+    const ModelFile experts("tests/fixtures/moe/odd_f32");
+    write_rows("tied", out / "small.rows");
+    const Dataset few(out / "small.rows");
+    TrainOptions o;
+    o.lora.rank = 2, o.lora.alpha = 4, o.lora.dora = true, o.steps = 1;
+    std::fill(o.lora.targets, o.lora.targets + GATE_PROJ, true);
+    Trainer<float> attention(o, Context(), experts, few, nullptr); // (their q, k, v and o can have it)
+    CHECK(attention.train_step());
+    o.lora.targets[DOWN_PROJ] = true;
+    CHECK_THROWS_WITH((Trainer<float>(o, Context(), experts, few, nullptr)), "--dora: DoRA of experts is not supported: q, k, v and o_proj alone can have it");
 }
