@@ -113,7 +113,7 @@ template <class T> void swiglu(T* out, const T* gate_up, int N, int F) {
 // modules lie side by side, width = modules * rank: the rows of A are those of all A_j; the columns of B are those of
 // all s B_j, with zeros in the rows of other blocks. So y += B h with h = A drop(x).
 //
-// DoRA (Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024) gives each row of W + s B A a trained length m:
+// DoRA (Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024): each row of W + s B A has a trained length m.
 // y = c u + W (x - drop(x)), u = W drop(x) + B h, c = m / |W + s B A|. So without dropout y = c (W x + s B A x).
 template <class T> struct Dora {
     bool on = false;
@@ -571,11 +571,7 @@ template <class T> struct KVCache {
         op(__VA_ARGS__); \
     } while (0)
 
-// The ops of DoRA once a step, and on gradients: Book I's serve a CPU.
-template <class T> void dora_norm(Context& ctx, const Linear<T>& W) {
-    if constexpr (HAS_GPU<T>) if (ctx.gpu) return dora_norm_gpu(ctx, W);
-    dora_norm(W);
-}
+template <class T> void dora_norm(Context& ctx, const Linear<T>& W) { RUN(dora_norm, W); }
 template <class T> void dora_backward(Context& ctx, T* du, acc<T>* dm, const T* dy, const Linear<T>& W, int N) {
     if constexpr (HAS_GPU<T>) if (ctx.gpu) return dora_backward_gpu(ctx, du, dm, dy, W, N);
     dora_backward(du, dm, dy, W, N);
@@ -2720,7 +2716,7 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 
 #endif // __CUDACC__
 #ifdef QWEN3_KERNELS
-// ---- DoRA
+// ---- DoRA. dora_product: LoRA's product, to u; dora_kernel: y, by the epilogue.
 __device__ inline float4 load_four(const bf16* from) {
     const uint2 v = *(const uint2*)from;
     return {low(v.x), high(v.x), low(v.y), high(v.y)};
@@ -2768,40 +2764,25 @@ __global__ void __launch_bounds__(256) dropped_kernel(bf16* y, const bf16* x, Dr
 }
 
 #if COMPILED(PART_LINEAR) || defined(QWEN3_EMULATED)
-// dora_norm. Grid: out / 8, 128 threads. A block has eight rows of W, a thread two of every 256 columns; s B of the rows
-// lies in shared memory, (rank, 8). Bound by multiplications: 2 rank a number of W.
-struct DoraArgs {
-    float *norm, *c;
-    const float* m;
-    const bf16 *A, *B; // (width, in), (out, width)
-    int in, rank, width, first[3], last[3]; // rows of module j
-    explicit DoraArgs(const Linear<bf16>& W)
-        : norm(W.adapter.dora.norm), c(W.adapter.dora.c), m(W.adapter.dora.m), A(W.adapter.A), B(W.adapter.B),
-          in(W.in), rank(W.adapter.rank), width((int)W.adapter.width()), first(), last() {
-        for (int j = 0; j < W.adapter.modules; j++) {
-            const int block = W.adapter.block[j];
-            first[j] = W.first_row(block), last[j] = first[j] + W.rows[block];
-        }
-    }
-    __device__ int module_of(int r) const {
-        return r >= first[0] && r < last[0] ? 0 : r >= first[1] && r < last[1] ? 1 : r >= first[2] && r < last[2] ? 2 : -1;
-    }
-};
+// dora_norm of a module's rows of W, from `first` on; j < 0: of rows without a module. Grid: rows / 8, 128 threads. A
+// block has eight rows, a thread two of every 256 columns; s B of the rows lies in shared memory, (rank, 8). Bound by
+// multiplications: 2 rank a number of W.
 inline constexpr int DORA_ROWS = 8, DORA_THREADS = 128;
-__global__ void __launch_bounds__(DORA_THREADS) dora_norm_kernel(DoraArgs p, const bf16* W) {
+__global__ void __launch_bounds__(DORA_THREADS)
+dora_norm_kernel(Adapter<bf16> a, const bf16* W, int in, int j, int first) {
     SHARED_FLOATS(b);
     __shared__ float parts[DORA_THREADS / 32][DORA_ROWS];
     let_next_start();
     wait_for_previous();
-    const int t = (int)threadIdx.x, r0 = (int)blockIdx.x * DORA_ROWS, j = p.module_of(r0);
-    for (int i = t; i < p.rank * DORA_ROWS && j >= 0; i += DORA_THREADS)
-        b[i] = to_acc(p.B[(size_t)(r0 + i % DORA_ROWS) * p.width + j * p.rank + i / DORA_ROWS]);
+    const int t = (int)threadIdx.x, r0 = first + (int)blockIdx.x * DORA_ROWS, width = a.modules * a.rank;
+    for (int i = t; i < a.rank * DORA_ROWS && j >= 0; i += DORA_THREADS)
+        b[i] = to_acc(a.B[(size_t)(r0 + i % DORA_ROWS) * width + j * a.rank + i / DORA_ROWS]);
     __syncthreads();
     float squares[DORA_ROWS] = {};
-    for (int i = 2 * t; i < p.in && j >= 0; i += 2 * DORA_THREADS) {
+    for (int i = 2 * t; i < in && j >= 0; i += 2 * DORA_THREADS) {
         float2 sum[DORA_ROWS] = {};
-        const bf16* A = p.A + (size_t)j * p.rank * p.in + i;
-        for (int k = 0; k < p.rank; k++, A += p.in) {
+        const bf16* A = a.A + (size_t)j * a.rank * in + i;
+        for (int k = 0; k < a.rank; k++, A += in) {
             const uint32_t pair = *(const uint32_t*)A;
             const float4 *by = (const float4*)(b + k * DORA_ROWS), low_by = by[0], high_by = by[1];
             const float each[] = {low_by.x, low_by.y, low_by.z, low_by.w, high_by.x, high_by.y, high_by.z, high_by.w};
@@ -2811,7 +2792,7 @@ __global__ void __launch_bounds__(DORA_THREADS) dora_norm_kernel(DoraArgs p, con
         }
         GPU_UNROLL
         for (int q = 0; q < DORA_ROWS; q++) {
-            const uint32_t pair = *(const uint32_t*)(W + (size_t)(r0 + q) * p.in + i);
+            const uint32_t pair = *(const uint32_t*)(W + (size_t)(r0 + q) * in + i);
             const float x = low(pair) + sum[q].x, y = high(pair) + sum[q].y;
             squares[q] = fmaf(x, x, fmaf(y, y, squares[q]));
         }
@@ -2825,15 +2806,15 @@ __global__ void __launch_bounds__(DORA_THREADS) dora_norm_kernel(DoraArgs p, con
     if (t >= DORA_ROWS) return;
     float sum = 0;
     for (int w = 0; w < DORA_THREADS / 32; w++) sum += parts[w][t];
-    p.norm[r0 + t] = j < 0 ? INFINITY : sqrtf(sum);
-    p.c[r0 + t] = j < 0 ? 1 : p.m[r0 + t] / sqrtf(sum);
+    a.dora.norm[r0 + t] = j < 0 ? INFINITY : sqrtf(sum);
+    a.dora.c[r0 + t] = j < 0 ? 1 : a.dora.m[r0 + t] / sqrtf(sum);
 }
 
 #endif
 #if COMPILED(PART_LORA) || defined(QWEN3_EMULATED)
-// dora_backward: du = c dy, off = (c - 1) dy (null: not wanted), and sums of dy u over a split of the tokens. Grid: (out
-// / 256, splits), 8 warps. A warp has every eighth token of the split, a lane eight rows of W. dora_sums_kernel adds the
-// splits in order. Bound by memory bandwidth.
+// dora_backward: du = c dy, off = (c - 1) dy (null: not wanted), and sums of dy u over a split of the tokens.
+// Grid: (out / 256, splits), 8 warps. A warp has every eighth token of the split, a lane eight rows of W.
+// dora_sums_kernel adds the splits in order. Bound by memory bandwidth.
 __global__ void __launch_bounds__(256)
 dora_backward_kernel(bf16* du, bf16* off, float* partial, const bf16* dy, const bf16* u, const float* c, int N, int out,
                      int each) { // tokens of a split
@@ -2884,8 +2865,8 @@ void dora_backward_gpu(Context& ctx, bf16* du, float* dm, const bf16* dy, const 
     const int most = (int)std::min<size_t>(PARTIAL_BYTES / (out * sizeof(float)), (size_t)(N + 63) / 64);
     const int splits = std::max(1, std::min(most, 8 * ctx.gpu->sms / across)), each = (N + splits - 1) / splits;
     float* const partial = ctx.gpu->partial;
-    launch(ctx, dora_backward_kernel, dim3(across, splits), 256, 0, du, W.adapter.dropout ? d.off : nullptr, partial, dy,
-           d.u, d.c, N, out, each);
+    launch(ctx, dora_backward_kernel, dim3(across, splits), 256, 0, du, W.adapter.dropout ? d.off : nullptr, partial,
+           dy, d.u, d.c, N, out, each);
     launch(ctx, dora_sums_kernel, across, 256, 0, dm, partial, d.norm, out, splits);
 }
 #endif
@@ -2967,11 +2948,14 @@ const bf16* dora_product(Context& ctx, const bf16* x, const Linear<bf16>& W, int
     return a.dora.off;
 }
 void dora_norm_gpu(Context& ctx, const Linear<bf16>& W) {
-    for (int rows : W.rows)
-        if (rows % DORA_ROWS) DIE("DoRA of %d rows: the GPU takes multiples of %d", rows, DORA_ROWS);
+    const size_t shared = (size_t)W.adapter.rank * DORA_ROWS * sizeof(float);
     Optional::weights(ctx, W, [&](const bf16* weights) {
-        launch(ctx, dora_norm_kernel, W.out() / DORA_ROWS, DORA_THREADS,
-               (size_t)W.adapter.rank * DORA_ROWS * sizeof(float), DoraArgs(W), weights);
+        for (int b = 0; b < 3 && W.rows[b]; b++) {
+            const int rows = W.rows[b], first = W.first_row(b);
+            if (rows % DORA_ROWS) DIE("DoRA of %d rows: the GPU takes multiples of %d", rows, DORA_ROWS);
+            launch(ctx, dora_norm_kernel, rows / DORA_ROWS, DORA_THREADS, shared, W.adapter, weights, W.in,
+                   W.module_of(first), first);
+        }
     });
 }
 void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N) {
@@ -4267,8 +4251,8 @@ void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, cons
             p.ldx = W.out();
             tile_product<false, true>(ctx, p, StoreEpilogue<bf16>(a.dora.x, W.in));
         });
-        launch(ctx, dropped_kernel<true>, blocks_of((size_t)N * W.in / 8), 256, 0, dx, a.dora.x, lora.kept, j, lora.scale,
-               N, W.in);
+        launch(ctx, dropped_kernel<true>, blocks_of((size_t)N * W.in / 8), 256, 0, dx, a.dora.x, lora.kept, j,
+               lora.scale, N, W.in);
     }
 }
 #endif

@@ -132,7 +132,8 @@ std::string adapter_config_json(const AdapterConfig& a, double dropout, const st
     w.key("target_modules").array();
     for (int m = 0; m < MODULES; m++)
         if (a.targets[m]) w.value(module_name(m));
-    w.end().field("task_type", scores ? "SEQ_CLS" : "CAUSAL_LM").field("use_dora", a.dora).field("use_rslora", a.rslora).end();
+    w.end().field("task_type", scores ? "SEQ_CLS" : "CAUSAL_LM").field("use_dora", a.dora);
+    w.field("use_rslora", a.rslora).end();
     return w.text + "\n";
 }
 

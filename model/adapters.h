@@ -174,7 +174,8 @@ template <class T> struct AttachedAdapter {
             DIE("%s: it has its own embedding or head (modules_to_save): one model's adapters share these; name it in "
                 "--adapter alone, or merge it", file.path.c_str());
         if (!std::is_same_v<Model, Weights<T>> && file.config.dora)
-            DIE("%s: DoRA (use_dora) beside other adapters; name it in --adapter alone, or merge it", file.path.c_str());
+            DIE("%s: DoRA (use_dora) beside other adapters; name it in --adapter alone, or merge it",
+                file.path.c_str());
         const int rank = adapt(w, file.config, ctx.gpu ? GPU_RANK_STEP : 1);
         for (auto& layer : w.layers)
             if (ctx.gpu && !layer.experts.empty() &&

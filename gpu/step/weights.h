@@ -53,7 +53,9 @@ struct StepPlain { // bf16
             for (int j = 0; j < 8; j++) more[j] = fmaf(b, j % 2 ? high(pairs[j / 2]) : low(pairs[j / 2]), more[j]);
         }
         const float by = from.c ? from.c[r] : 1;
-        const auto pair = [&](uint32_t p, int j) { return pack(by * (low(p) + more[j]), by * (high(p) + more[j + 1])); };
+        const auto pair = [&](uint32_t p, int j) {
+            return pack(by * (low(p) + more[j]), by * (high(p) + more[j + 1]));
+        };
         return make_uint4(pair(w.x, 0), pair(w.y, 2), pair(w.z, 4), pair(w.w, 6));
     }
 };

@@ -26,7 +26,7 @@ TEST_CASE_TEMPLATE("DoRA's product: PEFT's formula, with dropout or without; row
             const std::vector<acc<T>> residual = random.fill<acc<T>>((size_t)N * out);
             std::vector<T> y((size_t)N * out);
             std::vector<acc<T>> sum((size_t)N * out);
-            dora_norm(d.W);
+            CALL(dora_norm, d.W);
             CALL(linear, y.data(), x.data(), d.W, N);
             std::vector<double> want, want_u, size, total;
             for (int n = 0; n < N; n++)
@@ -73,7 +73,7 @@ TEST_CASE("DoRA: finite differences by x, A, B and m, with the norm as a constan
             std::vector<double> x = random.fill<double>((size_t)N * in), y((size_t)N * out), du((size_t)N * out), dx(x.size()), dh(d.h.size());
             std::vector<double> dA(d.A.size()), dB(d.B.size()), dm(out);
             const std::vector<double> g = random.fill<double>((size_t)N * out);
-            dora_norm(d.W);
+            CALL(dora_norm, d.W);
             auto f = [&] {
                 d.use();
                 for (int r = 0; r < out; r++) d.c[r] = std::isinf(d.norm[r]) ? 1 : d.m[r] / d.norm[r];
@@ -108,7 +108,7 @@ TEST_CASE_TEMPLATE("DoRA's gradients: the definition in double", T, bf16, float)
             wide.w = as_double(d.w), wide.A = as_double(d.A), wide.B = as_double(d.B), wide.m = as_double(d.m);
             for (size_t b = 0, row = 0; b < rows.size(); row += (size_t)rows[b++]) wide.W.w[b] = &wide.w[row * in];
             wide.use();
-            dora_norm(d.W), dora_norm(wide.W);
+            CALL(dora_norm, d.W), dora_norm(wide.W);
             std::vector<T> y((size_t)N * out), du((size_t)N * out), dx(x.size()), dh(d.h.size());
             std::vector<double> want_y(y.size()), want_u(du.size()), want_x(dx.size()), want_h(dh.size()), want_B(d.B.size()), want_m(out);
             std::vector<acc<T>> dB(d.B.size()), dm(out);

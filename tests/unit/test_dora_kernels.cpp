@@ -37,7 +37,8 @@ TEST_CASE("dora_norm_kernel, dora_kernel, dropped_kernel, dora_backward_kernel, 
                 const std::vector<float> norm = d.norm, c = d.c;
                 d.norm = d.c = poisoned<float>(out);
                 d.use();
-                launch(dim3(out / DORA_ROWS), dim3(DORA_THREADS), [&] { dora_norm_kernel(DoraArgs(d.W), d.w.data()); });
+                for (int b = 0; b < 3 && d.W.rows[b]; b++)
+                    launch(dim3(d.W.rows[b] / DORA_ROWS), dim3(DORA_THREADS), [&] { dora_norm_kernel(d.W.adapter, d.w.data(), in, d.W.module_of(d.W.first_row(b)), d.W.first_row(b)); });
                 for (int r = 0; r < out; r++) {
                     CHECK((d.norm[r] == norm[r] || std::fabs(d.norm[r] / norm[r] - 1) < 1e-6));
                     CHECK(std::fabs(d.c[r] / c[r] - 1) < 1e-6);
