@@ -151,8 +151,9 @@ TEST_CASE("DoRA beside PEFT: gradients, the losses of 30 steps, with LoRA+ and r
     Scratch scratch;
     for (auto [name, base] : {std::pair("all", "tied"), {"some", "untied"}})
         for (bool recompute : {false, true}) {
-            INFO(std::string(name));
-            const bool some = name == std::string("some");
+            const std::string kind = name;
+            INFO(kind);
+            const bool some = kind == "some";
             write_rows(base, scratch / "rows.bin");
             const Dataset data(scratch / "rows.bin");
             const ModelFile file(FIXTURES + base);

@@ -24,8 +24,9 @@ static unsigned blocks_for(size_t threads) { return (unsigned)((threads + 255) /
 TEST_CASE("dora_norm_kernel, dora_kernel, dropped_kernel, dora_backward_kernel, dora_sums_kernel: Book I's results") {
     Random random{5};
     for (float p : {0.f, 0.3f})
-        for (auto& [rows, blocks] : BLOCKS)
+        for (auto& shape : BLOCKS)
             for (bool order : {false, true}) {
+                const std::vector<int>&rows = shape.first, &blocks = shape.second;
                 backwards = order;
                 const int N = 37, in = 136;
                 DoraProduct<bf16> d(random, rows, blocks, in, 8, N, p, 0.3);
