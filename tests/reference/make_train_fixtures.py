@@ -82,13 +82,15 @@ def tiny_model(scratch):
     return Qwen3ForCausalLM.from_pretrained(scratch + "/hf", dtype=torch.float32, attn_implementation="eager")
 
 
-def make_fuzz_seed():
+def make_fuzz_seed(dora=False):
     """What fuzz_adapter reads: an adapter of rank 1 for `tiny`, one module: config, a zero byte, tensors."""
     with open(ROOT + "/adapter/adapter_config.json", "rb") as file:
-        config = dict(json.load(file), r=1, target_modules=["k_proj"])
+        config = dict(json.load(file), r=1, target_modules=["k_proj"], use_dora=dora)
     tensors = {f"base_model.model.model.layers.{i}.self_attn.k_proj.lora_{m}.weight": torch.full((1, 64) if m == "A" else (128, 1), 0.01)
                for i in range(2) for m in "AB"}
-    with open(fixtures.ROOT + "/fuzz/adapter/k_proj", "wb") as out:
+    if dora:
+        tensors.update({f"base_model.model.model.layers.{i}.self_attn.k_proj.lora_magnitude_vector": torch.ones(128) for i in range(2)})
+    with open(fixtures.ROOT + "/fuzz/adapter/k_proj" + dora * "_dora", "wb") as out:
         out.write(json.dumps(config).encode() + b"\0" + save(tensors))
 
 
@@ -163,6 +165,7 @@ def make_dora():
         golden[name] = {"losses": losses, "norms": norms}
         print(f"dora: {name}, {len(some)} tensors, loss {losses[0]:.4f} -> {losses[-1]:.4f}, merged {(merged - logits).abs().max():.1e}")
     fixtures.write_golden(ROOT + "/dora.json", golden)
+    make_fuzz_seed(dora=True)
 
 
 def make_peft():
