@@ -2721,7 +2721,7 @@ __device__ inline float4 load_four(const bf16* from) {
     const uint2 v = *(const uint2*)from;
     return {low(v.x), high(v.x), low(v.y), high(v.y)};
 }
-// The product's last step: y = c u - off, four rows of a token a thread (PAIR: of gate and of up), to the epilogue.
+// The product's last step: y = c u - off (u is rounded before), four rows of a token a thread (PAIR: of gate and of up), to the epilogue.
 // off, if not null, is W (drop(x) - x): then u, still without it, receives it, too. Bound by memory bandwidth.
 template <class E>
 __global__ void __launch_bounds__(256) dora_kernel(E epilogue, bf16* u, const bf16* off, const float* c, int N,
@@ -2809,26 +2809,24 @@ dora_norm_kernel(Adapter<bf16> a, const bf16* W, int in, int j, int first) {
     a.dora.norm[r0 + t] = j < 0 ? INFINITY : sqrtf(sum);
     a.dora.c[r0 + t] = j < 0 ? 1 : a.dora.m[r0 + t] / sqrtf(sum);
 }
-
 #endif
-#if COMPILED(PART_LORA) || defined(QWEN3_EMULATED)
-// dora_backward: du = c dy, off = (c - 1) dy (null: not wanted), and sums of dy u over a split of the tokens.
-// Grid: (out / 256, splits), 8 warps. A warp has every eighth token of the split, a lane eight rows of W.
-// dora_sums_kernel adds the splits in order. Bound by memory bandwidth.
+#if COMPILED(PART_NORMS_BACKWARD) || defined(QWEN3_EMULATED)
+// dora_backward: du = c dy, off = (c - 1) dy (null: not wanted), and sums of dy u / norm over splits of `each` tokens.
+// Grid: (out / 256, splits), 8 warps. A warp has every eighth token of the split, a lane eight rows of W. Bound by
+// memory bandwidth.
 __global__ void __launch_bounds__(256)
-dora_backward_kernel(bf16* du, bf16* off, float* partial, const bf16* dy, const bf16* u, const float* c, int N, int out,
-                     int each) { // tokens of a split
+dora_backward_kernel(bf16* du, float* partial, const bf16* dy, Dora<bf16> d, int N, int out, int each) {
     __shared__ float sums[8][256];
     let_next_start();
     wait_for_previous();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = blockIdx.x * 256 + lane * 8;
     float sum[8] = {}, by[8];
-    for (int i = 0; i < 8; i++) by[i] = r < out ? c[r + i] : 0;
+    for (int i = 0; i < 8; i++) by[i] = r < out ? d.c[r + i] : 0;
     for (int n = blockIdx.y * each + warp; n < min(N, ((int)blockIdx.y + 1) * each) && r < out; n += 8)
         GPU_UNROLL
         for (int i = 0; i < 8; i += 4) {
             const size_t at = (size_t)n * out + r + i;
-            const float4 y = load_four(dy + at), v = load_four(u + at);
+            const float4 y = load_four(dy + at), v = load_four(d.u + at);
             sum[i] = fmaf(y.x, v.x, sum[i]), sum[i + 1] = fmaf(y.y, v.y, sum[i + 1]);
             sum[i + 2] = fmaf(y.z, v.z, sum[i + 2]), sum[i + 3] = fmaf(y.w, v.w, sum[i + 3]);
             const auto scaled = [&](float less) {
@@ -2836,40 +2834,19 @@ dora_backward_kernel(bf16* du, bf16* off, float* partial, const bf16* dy, const 
                               (by[i + 3] - less) * y.w};
             };
             store_four(du + at, scaled(0));
-            if (off) store_four(off + at, scaled(1));
+            if (d.off) store_four(d.off + at, scaled(1));
         }
     for (int i = 0; i < 8; i++) sums[warp][lane * 8 + i] = sum[i];
     __syncthreads();
     float all = 0;
     for (int w = 0; w < 8; w++) all += sums[w][threadIdx.x];
-    if (const int row = blockIdx.x * 256 + threadIdx.x; row < out) partial[(size_t)blockIdx.y * out + row] = all;
-}
-__global__ void __launch_bounds__(256)
-dora_sums_kernel(float* dm, const float* partial, const float* norm, int out, int splits) {
-    let_next_start();
-    wait_for_previous();
-    const int r = blockIdx.x * 256 + threadIdx.x;
-    if (r >= out) return;
-    float sum = 0;
-    for (int s = 0; s < splits; s++) sum += partial[(size_t)s * out + r];
-    dm[r] += sum / norm[r];
+    const int row = blockIdx.x * 256 + threadIdx.x;
+    if (row < out) partial[(size_t)blockIdx.y * out + row] = all / d.norm[row];
 }
 #endif
 #endif // QWEN3_KERNELS
 #ifdef __CUDACC__
 inline unsigned blocks_of(size_t threads) { return (unsigned)((threads + 255) / 256); } // of 256
-#if COMPILED(PART_LORA)
-void dora_backward_gpu(Context& ctx, bf16* du, float* dm, const bf16* dy, const Linear<bf16>& W, int N) {
-    const Dora<bf16>& d = W.adapter.dora;
-    const int out = W.out(), across = (out + 255) / 256;
-    const int most = (int)std::min<size_t>(PARTIAL_BYTES / (out * sizeof(float)), (size_t)(N + 63) / 64);
-    const int splits = std::max(1, std::min(most, 8 * ctx.gpu->sms / across)), each = (N + splits - 1) / splits;
-    float* const partial = ctx.gpu->partial;
-    launch(ctx, dora_backward_kernel, dim3(across, splits), 256, 0, du, W.adapter.dropout ? d.off : nullptr, partial,
-           dy, d.u, d.c, N, out, each);
-    launch(ctx, dora_sums_kernel, across, 256, 0, dm, partial, d.norm, out, splits);
-}
-#endif
 // u of DoRA, without `off`; and `off` with dropout, whose scratch is returned: else null. made: as product_gpu.
 const bf16* dora_product(Context& ctx, const bf16* x, const Linear<bf16>& W, int N, bool made);
 
@@ -4177,6 +4154,15 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float
     launch(ctx, rmsnorm_backward_kernel<true>, blocks, 128, C * sizeof(float), dx, dy, normed, partial, dout, x, w, N,
            C, eps);
     launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
+}
+void dora_backward_gpu(Context& ctx, bf16* du, float* dm, const bf16* dy, const Linear<bf16>& W, int N) {
+    Dora<bf16> d = W.adapter.dora;
+    if (!W.adapter.dropout) d.off = nullptr;
+    const int out = W.out(), across = (out + 255) / 256;
+    const int most = (int)std::min<size_t>(PARTIAL_BYTES / (out * sizeof(float)), (size_t)(N + 63) / 64);
+    const int splits = std::max(1, std::min(most, 8 * ctx.gpu->sms / across)), each = (N + splits - 1) / splits;
+    launch(ctx, dora_backward_kernel, dim3(across, splits), 256, 0, du, ctx.gpu->partial, dy, d, N, out, each);
+    launch(ctx, norm_weight_kernel, (out + 31) / 32, 1024, 0, dm, ctx.gpu->partial, splits, out);
 }
 #endif
 
