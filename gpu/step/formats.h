@@ -26,7 +26,8 @@ inline bool step_same(const Linear<bf16>& a, const Linear<bf16>& b) { // packed 
 }
 inline StepPlain::Source step_source(const Linear<bf16>& W, StepPlain) {
     if (!W.adapter.rank) return {W.w[0], W.in};
-    return {W.w[0], W.in, (int)W.adapter.width(), W.adapter.A, W.adapter.B};
+    const Adapter<bf16>& a = W.adapter;
+    return {W.w[0], W.in, (int)a.width(), a.A, a.B, a.dora.on ? a.dora.c : nullptr};
 }
 template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, StepPacked<F, GROUPS>) {
     return packed_args(W);

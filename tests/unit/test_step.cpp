@@ -378,38 +378,43 @@ TEST_CASE("... and stage by stage, as larger models have it: rows of every numbe
     check_packed<LargeOf<Int4, false>, LargeOf<Int8, false>>(int4, int8, 2056, 4104, 24, true, 1, 1);
 }
 
-TEST_CASE("an adapter is packed with its matrix: W + s B A, rounded once") {
+TEST_CASE("an adapter is packed with its matrix: W + s B A, with DoRA a number of the row times it, rounded once") {
     RandomNumbers random{77};
-    const int in = 72, rank = 8, width = 2 * rank; // of q and v
-    Linear<bf16> W;
-    W.rows[0] = 24, W.rows[1] = 8, W.rows[2] = 16, W.in = in;
-    const std::vector<bf16> numbers = random.fill((size_t)W.out() * in);
-    std::vector<bf16> A((size_t)width * in), B((size_t)W.out() * width, bf16{0}), merged;
-    auto eighth = [&] { return to_bf16((float)(random.below(7) - 3) / 8); }; // sums are exact
-    for (bf16& a : A) a = eighth();
-    for (int r = 0; r < W.out(); r++)
-        for (int c = 0; c < rank && (r < 24 || r >= 32); c++) B[(size_t)r * width + (r < 24 ? 0 : rank) + c] = eighth();
-    for (int r = 0; r < W.out(); r++)
-        for (int k = 0; k < in; k++) {
-            double y = to_acc(numbers[(size_t)r * in + k]);
-            for (int c = 0; c < width; c++) y += (double)to_acc(B[(size_t)r * width + c]) * to_acc(A[(size_t)c * in + k]);
-            merged.push_back(to_bf16((float)y));
+    for (const bool dora : {false, true}) {
+        const int in = 72, rank = 8, width = 2 * rank; // of q and v
+        Linear<bf16> W;
+        W.rows[0] = 24, W.rows[1] = 8, W.rows[2] = 16, W.in = in;
+        const std::vector<bf16> numbers = random.fill((size_t)W.out() * in);
+        std::vector<bf16> A((size_t)width * in), B((size_t)W.out() * width, bf16{0}), merged;
+        std::vector<float> scale;
+        for (int r = 0; r < W.out(); r++) scale.push_back(dora ? (float)(1 + r % 3) : 1);
+        auto eighth = [&] { return to_bf16((float)(random.below(7) - 3) / 8); }; // sums are exact
+        for (bf16& a : A) a = eighth();
+        for (int r = 0; r < W.out(); r++)
+            for (int c = 0; c < rank && (r < 24 || r >= 32); c++) B[(size_t)r * width + (r < 24 ? 0 : rank) + c] = eighth();
+        for (int r = 0; r < W.out(); r++)
+            for (int k = 0; k < in; k++) {
+                double y = to_acc(numbers[(size_t)r * in + k]);
+                for (int c = 0; c < width; c++) y += (double)to_acc(B[(size_t)r * width + c]) * to_acc(A[(size_t)c * in + k]);
+                merged.push_back(to_bf16((float)y * scale[(size_t)r]));
+            }
+        W.w[0] = numbers.data();
+        Linear<bf16> whole = W, adapted = W;
+        whole.w[0] = merged.data();
+        adapted.adapter.rank = rank, adapted.adapter.modules = 2, adapted.adapter.A = A.data(), adapted.adapter.B = B.data();
+        adapted.adapter.dora.on = dora, adapted.adapter.dora.c = scale.data();
+        for (int tiles : {1, 2}) { // 2: of rows 24 apart
+            const StepProduct q = {W.out() / 8 / tiles, tiles, in, (in + 31) / 32, false, 2, 0};
+            auto packed = [&](const Linear<bf16>& from) {
+                std::vector<uint4> to(q.bytes(StepPlain::CHUNK) / sizeof(uint4));
+                const StepPacking<StepPlain> args = {(unsigned char*)to.data(), step_source(from, StepPlain()), q, 24};
+                launch(dim3((unsigned)(to.size() + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
+                return to;
+            };
+            const std::vector<uint4> want = packed(whole), got = packed(adapted), without = packed(W);
+            CHECK(memcmp(want.data(), got.data(), want.size() * sizeof(uint4)) == 0);
+            CHECK(memcmp(want.data(), without.data(), want.size() * sizeof(uint4)) != 0);
         }
-    W.w[0] = numbers.data();
-    Linear<bf16> whole = W, adapted = W;
-    whole.w[0] = merged.data();
-    adapted.adapter.rank = rank, adapted.adapter.modules = 2, adapted.adapter.A = A.data(), adapted.adapter.B = B.data();
-    for (int tiles : {1, 2}) { // 2: of rows 24 apart
-        const StepProduct q = {W.out() / 8 / tiles, tiles, in, (in + 31) / 32, false, 2, 0};
-        auto packed = [&](const Linear<bf16>& from) {
-            std::vector<uint4> to(q.bytes(StepPlain::CHUNK) / sizeof(uint4));
-            const StepPacking<StepPlain> args = {(unsigned char*)to.data(), step_source(from, StepPlain()), q, 24};
-            launch(dim3((unsigned)(to.size() + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
-            return to;
-        };
-        const std::vector<uint4> want = packed(whole), got = packed(adapted), without = packed(W);
-        CHECK(memcmp(want.data(), got.data(), want.size() * sizeof(uint4)) == 0);
-        CHECK(memcmp(want.data(), without.data(), want.size() * sizeof(uint4)) != 0);
     }
 }
 
