@@ -86,6 +86,7 @@ struct StepDealt {
     int last;               // this block ends last
     StepProduct product[STEP_KINDS]; // (a kernel's argument is slow to index)
     StepPlace place[STEP_TOKENS];
+    int alone;              // the launch has one phase: nothing of the phases before is in this block
     int chosen[32];         // the layer's experts
     float share[32];        // ... and their factors
     float routed[STEP_ROUTED][8]; // each warp's part of this block's scores

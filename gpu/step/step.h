@@ -135,8 +135,6 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     int stage = 0, issued = 0;
     uint32_t parity = 1;
     const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
-    [[maybe_unused]] int chosen_of = -1; // the layer whose experts are known
-    [[maybe_unused]] uint32_t choices = 0;
     bool attends = false; // this block, so it has more to fetch
     for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
     // Copies a stage's bytes; from(at, n): where those from `at` on are, n of them, or fewer if it sets n (of experts).
@@ -183,7 +181,8 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
         const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
         const bool of_experts = S::EXPERTS && (kind == STEP_GATE_UP || kind == STEP_DOWN);
         if constexpr (S::EXPERTS) {
-            if (of_experts && chosen_of != layer) full[S::CHOICE].wait(choices++ & 1), chosen_of = layer;
+            if (kind == STEP_GATE_UP || (kind == STEP_DOWN && dealt.alone)) // this block's consumers choose
+                full[S::CHOICE].wait(dealt.alone ? 0 : layer & 1);
             if (kind == STEP_DOWN) { // the k experts' columns of a tile
                 const int each = q.steps / p.k * S::W::CHUNK;
                 for (int u = 0; u < dealt.units[kind]; u++) {
@@ -234,8 +233,6 @@ template <class S> struct Step : StepWaits {
     int set = 0;                      // of sums; the other one's are still being published
     bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
     const bool hushed;                // see step_hushed
-    bool routed = false;              // this launch's ROUTE has the input of GATE_UP
-    int chosen_of = -1;               // the layer whose experts are chosen
     static constexpr int EARLY = 2;   // words of a row of the router that a lane loads before its input
     uint2 router[STEP_ROUTED][EARLY];
     float score[STEP_ROUTED];         // ... and this lane's part of them
@@ -372,7 +369,7 @@ template <class S> struct Step : StepWaits {
         }
         prepare(kind, layer, 0);
         if (hushed && tid == 0) full[S::WAITS].arrive();
-        if (!S::EXPERTS || kind != STEP_GATE_UP || !routed) input(kind, layer);
+        if (!S::EXPERTS || kind != STEP_GATE_UP || dealt.alone) input(kind, layer); // (ROUTE's is the same)
         if (hushed && tid == 0) full[S::WAITS].arrive();
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
@@ -418,7 +415,6 @@ template <class S> struct Step : StepWaits {
             if (lane == 0) dealt.routed[i][warp] = sum;
         }
         meet();
-        routed = true;
         const int e = blockIdx.x + lane * gridDim.x;
         if (warp || lane >= STEP_ROUTED || e >= p.E) return;
         float z = 0;
@@ -458,7 +454,6 @@ template <class S> struct Step : StepWaits {
         }
         meet();
         if (tid == 0) full[S::CHOICE].arrive(); // for the producer
-        chosen_of = layer;
         if (warp) return;
         const float own = lane < p.k ? weight(dealt.share[lane]) : 0;
         all = warp_sum(p.normed_shares ? own : all);
@@ -768,7 +763,7 @@ template <class S> struct Step : StepWaits {
         } else if (S::EXPERTS && kind == STEP_ROUTE) route(layer);
         else {
             if constexpr (S::EXPERTS)
-                if ((kind == STEP_GATE_UP || kind == STEP_DOWN) && chosen_of != layer) choose(layer);
+                if (kind == STEP_GATE_UP || (kind == STEP_DOWN && dealt.alone)) choose(layer);
             product(kind, layer);
         }
     }
@@ -941,7 +936,7 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
     if (tid < STEP_KINDS) step_deal(p, dealt, tid);
     if (tid == 0) full[S::WAITS].begin(1);
-    if (S::EXPERTS && tid == 0) full[S::CHOICE].begin(1);
+    if (S::EXPERTS && tid == 0) full[S::CHOICE].begin(1), dealt.alone = last - first == 1;
     if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);

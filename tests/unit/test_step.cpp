@@ -665,6 +665,21 @@ TEST_CASE("what the kernel cannot compute is refused before") {
         change(bad);
         CHECK(step_refuses(bad, 132) != nullptr);
     }
+    // 30B-A3B: 128 experts of 768, 8 of them for a token.
+    Config experts = {2048, 48, 32, 4, 128, 6144, 151936, 40960, 1e-6f, 1e6, false, {}};
+    experts.E = 128, experts.k = 8, experts.M = 768;
+    CHECK(step_refuses(experts, 132) == nullptr);
+    for (auto& change : std::vector<std::function<void(Config&)>>{[](Config& c) { c.M = 800; }, [](Config& c) { c.dense_layers = {3}; },
+                                                                  [](Config& c) { c.E = 300; }, [](Config& c) { c.k = 40; }}) {
+        Config bad = experts;
+        change(bad);
+        CHECK(step_refuses(bad, 132) != nullptr);
+    }
+    CHECK(step_refuses(experts, 60) != nullptr); // two rows of the router a block at most
+    const StepArgs plan = plan_step<StepShape<8, 32, 1, true, StepPlain, true>>(experts, 1, 132, 232448);
+    CHECK(plan.stages >= 8);
+    CHECK(plan.expert_bytes == 3ull * 768 * 2048 * 2);
+    CHECK(plan.layer_bytes == 2ull * (40 * 128 * 2048 + 2048 * 32 * 128) + 128 * plan.expert_bytes);
     // Qwen3's sizes on an H100, a 4090 and an A100: the ring has room, and every row is somebody's once.
     struct Size { int C, L, H, K, F; };
     struct Card { int sms; size_t shared; };
