@@ -148,7 +148,6 @@ template <class F> static void sweep(const char* model, Kind kind, std::initiali
             printf("sweep %s N %4d %4s %-8s", NAMES[kind], N, s.model, s.name);
             const auto row = [&](auto tile, int warpgroups, auto boxed) {
                 constexpr int TOKENS = decltype(tile)::value;
-                if (TOKENS < N && TOKENS < 128) return;
                 printf("  %s%dx%d", decltype(boxed)::value ? "" : "direct ", TOKENS, 64 * warpgroups);
                 const int64_t tiles = (int64_t)((N + TOKENS - 1) / TOKENS) * ((s.rows + 64 * warpgroups - 1) / (64 * warpgroups));
                 for (int splits = 1; splits <= 4; splits *= 2) {
@@ -157,10 +156,12 @@ template <class F> static void sweep(const char* model, Kind kind, std::initiali
                 }
             };
             using std::integral_constant;
+            integral_constant<int, 64> t64;
             integral_constant<int, 128> t128;
             integral_constant<int, 256> t256;
             std::true_type boxes;
             std::false_type direct;
+            if (N <= 512) row(t64, 4, direct), row(t64, 3, direct), row(t64, 2, direct), row(t64, 1, direct);
             row(t256, 2, boxes), row(t256, 1, boxes), row(t128, 3, boxes), row(t128, 2, boxes), row(t128, 1, boxes);
             if (N <= 128 || N >= 2048) row(t256, 2, direct), row(t128, 3, direct);
             printf("  chosen %.2f, first %.2f, bf16 %.2f\n", 1e6 * o.product(N), 1e6 * o.unpacked_first(N), 1e6 * plain.product(N));
