@@ -1,8 +1,9 @@
 // Products of packed weights by number of tokens: beside bf16's, and beside the same weights unpacked first. Replays of
 // a CUDA graph over weights that do not fit the L2 cache.
 //     build/bench_packed [8B] [0.6B] [4B] [sweep]      (default: 8B 0.6B; sweep: every tile of PackedPlan)
-#include "gpu/gpu.h"
+#include "gpu/optional_products.h"
 #include "lab/timing.h"
+#include "model/device.h"
 #include "qwen3.cu"
 #include <cmath>
 #include <set>
@@ -16,6 +17,10 @@ template <class T> static T* array(size_t n) {
 __global__ void random_kernel(bf16* p, size_t n, float most) { // in -most .. most
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
         p[i] = round_bf16(((float)philox(2, i, 0).v[0] * 0x1p-31f - 1) * most);
+}
+__global__ void random_floats_kernel(float* p, size_t n) {
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
+        p[i] = (float)philox(3, i, 0).v[0] * 0x1p-31f - 1;
 }
 // Random bytes; of e4m3 numbers of either sign from 1/8 to 2.
 __global__ void random_bytes_kernel(uint8_t* p, size_t n, bool e4m3) {
@@ -41,7 +46,8 @@ constexpr int MOST_TOKENS = 8192, MOST_IN = 12288, MOST_ROWS = 24576;
 // As many copies of a matrix as do not fit the L2 cache, and the other operands.
 struct Operands {
     static inline bf16 *x, *y; // of all products
-    static inline float* sums;
+    static inline float *stream, *sums;
+    static inline bf16 *norm, *normed;
     const PackedShape& shape;
     Kind kind;
     size_t bytes;
@@ -79,7 +85,7 @@ struct Operands {
     template <class F> void with_epilogue(F f) const {
         if (shape.role == QKV) f(StoreEpilogue<bf16>(y, shape.rows));
         else if (shape.role == GATE_UP) f(SwigluEpilogue(y, nullptr, shape.rows / 2));
-        else f(AddEpilogue(sums, sums, shape.rows));
+        else f(AddEpilogue(sums, stream, shape.rows));
     }
     // Seconds of launch(W, epilogue).
     template <class Launch> double time(int N, Launch launch_it) const {
@@ -90,16 +96,21 @@ struct Operands {
             with_epilogue([&](auto epilogue) { launch_it(W, epilogue); });
         });
     }
-    double product(int N) const { // as programs have it
-        return time(N, [&](const Linear<bf16>& W, auto epilogue) { product_gpu(ctx, epilogue, x, W, N); });
+    static void launch_product(int N, const Linear<bf16>& W, const Role role) { // as programs have it, with the norm
+        if (role == QKV) linear_gpu(ctx, y, x, W, N);
+        else if (role == GATE_UP) norm_linear_swiglu_gpu(ctx, y, nullptr, normed, stream, norm, W, N, 1e-6f);
+        else linear_add_gpu(ctx, sums, stream, x, W, N);
+    }
+    double product(int N) const {
+        return time(N, [&](const Linear<bf16>& W, auto) { launch_product(N, W, shape.role); });
     }
     double unpacked_first(int N) const {
-        return time(N, [&](const Linear<bf16>& W, auto epilogue) {
-            Optional::weights(ctx, W, [&](const bf16* all) {
-                TileArgs p = {x, all, N, W.in, decltype(epilogue)::PAIR ? W.rows[0] : W.out()};
-                p.early = N <= 128;
-                tile_product(ctx, p, epilogue);
-            });
+        return time(N, [&](const Linear<bf16>& W, auto) {
+            Linear<bf16> plain;
+            plain.w[0] = unpacked(ctx, W), plain.rows[0] = W.rows[0], plain.rows[1] = W.rows[1], plain.in = W.in;
+            plain.w[1] = plain.w[0] + (size_t)W.rows[0] * W.in;
+            const AfterUnpacking order(ctx, W);
+            launch_product(N, plain, shape.role);
         });
     }
     template <class F, int TOKENS, bool BOXED> double tile(int N, int warpgroups, int splits) const {
@@ -163,7 +174,7 @@ template <class F> static void sweep(const char* model, Kind kind, std::initiali
             std::false_type direct;
             if (N <= 512) row(t64, 4, direct), row(t64, 3, direct), row(t64, 2, direct), row(t64, 1, direct);
             row(t256, 2, boxes), row(t256, 1, boxes), row(t128, 3, boxes), row(t128, 2, boxes), row(t128, 1, boxes);
-            if (N <= 128 || N >= 2048) row(t256, 2, direct), row(t128, 3, direct);
+            if constexpr (std::is_same_v<F, PackedInt8>) row(t256, 2, direct), row(t128, 3, direct);
             printf("  chosen %.2f, first %.2f, bf16 %.2f\n", 1e6 * o.product(N), 1e6 * o.unpacked_first(N), 1e6 * plain.product(N));
             fflush(stdout);
         }
@@ -211,9 +222,11 @@ int main(int argc, char** argv) {
         CUDA_CHECK(cudaMemset(ctx.gpu->arrived, 0, MAX_TILES * sizeof(int)));
         ctx.gpu->unpacked_numbers = (size_t)MOST_ROWS * 4096, ctx.gpu->unpacked = array<bf16>(ctx.gpu->unpacked_numbers);
         Operands::x = array<bf16>((size_t)MOST_TOKENS * MOST_IN), Operands::y = array<bf16>((size_t)MOST_TOKENS * MOST_IN);
-        Operands::sums = array<float>((size_t)MOST_TOKENS * 4096);
+        Operands::sums = array<float>((size_t)MOST_TOKENS * 4096), Operands::norm = array<bf16>(4096);
+        random_kernel<<<16, 256, 0, ctx.gpu->stream>>>(Operands::norm, 4096, 1);
         random_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(Operands::x, (size_t)MOST_TOKENS * MOST_IN, 1);
-        CUDA_CHECK(cudaMemset(Operands::sums, 0, (size_t)MOST_TOKENS * 4096 * 4));
+        Operands::stream = array<float>((size_t)MOST_TOKENS * 4096), Operands::normed = array<bf16>((size_t)MOST_TOKENS * 4096);
+        random_floats_kernel<<<1024, 256, 0, ctx.gpu->stream>>>(Operands::stream, (size_t)MOST_TOKENS * 4096);
         printf("%s\n", gpu_name(0).c_str());
         const std::set<std::string> asked(argv + 1, argv + argc);
         for (const char* model : {"8B", "4B", "0.6B"})
