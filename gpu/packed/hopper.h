@@ -21,12 +21,16 @@
 // and the same row of up, half a tile apart. In each eight columns it holds the pair 2 t and 2 t + 1, the
 // layout of mma. All lanes of a quad load the same 16 bytes, and each selects its pairs.
 constexpr int PACKED_STAGES = 12; // stages at most
+#ifndef AHEAD_
+#define AHEAD_ 4
+#endif
+constexpr int AHEAD = AHEAD_; // operands that are converted or multiplied at once
 
 template <class F, int TOKENS> struct PackedTile {
     // Maximum warpgroups for the available registers; the producer is one, and leaves most of its registers to the
     // others.
     static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : TOKENS == 128 ? 3 : 2, THREADS = (WARPGROUPS + 1) * 128;
-    static constexpr int REGISTERS = TOKENS == 64 ? 112 : TOKENS == 128 ? 152 : 232, PRODUCERS = 32;
+    static constexpr int REGISTERS = TOKENS == 64 ? 112 : TOKENS == 128 ? 152 : 240, PRODUCERS = TOKENS > 128 ? 24 : 32;
     static constexpr int IN = TOKENS > 128 ? PACKED_IN / 2 : PACKED_IN; // columns of a stage
     static constexpr int SLOTS = F::SLOTS < IN / 32 ? F::SLOTS : IN / 32;
     static constexpr int X_BYTES = TOKENS * IN * 2, ROW_BYTES = IN / F::RUNS; // of a stage
@@ -80,37 +84,48 @@ template <class F, int TOKENS> struct PackedScales {
             if (F::ZEROS) less[h] = 0xc300c300 | next_zero[h] * 0x00010001;
         }
     }
-    __device__ __forceinline__ uint32_t of(uint32_t mine, int quarter) const { // all lanes of a warp
-        return Tile::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+    // Those of 32 columns.
+    struct Quarter {
+        uint32_t words[2][F::WORDS], less[2];
+    };
+    __device__ __forceinline__ void get(Quarter& q, int quarter) const { // all lanes of a warp
+        const auto of = [&](uint32_t mine) {
+            return Tile::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+        };
+        GPU_UNROLL
+        for (int h = 0; h < 2; h++) {
+            q.less[h] = F::ZEROS ? of(less[h]) : 0;
+            GPU_UNROLL
+            for (int i = 0; i < F::WORDS; i++) q.words[h][i] = of(words[h][i]);
+        }
     }
 };
 
-// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: address of chunk 0 (of 16
-// bytes) of a lane's row g, swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two, twice
-// each. INT4: an odd quarter is in the upper halves of the bytes selected for the quarter before it.
-template <class F, int TOKENS>
-__device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&picked)[2][2][2], uint32_t w,
-                                                uint32_t apart, uint32_t pick, int quarter,
-                                                const PackedScales<F, TOKENS>& scales) {
-    const int upper = F::RUNS == 2 ? quarter % 2 : 0;
-    GPU_UNROLL
-    for (int h = 0; h < 2; h++) {
-        const uint32_t less = F::ZEROS ? scales.of(scales.less[h], quarter) : 0;
-        uint32_t words[F::WORDS];
+// The bytes of 64 columns that a lane converts, each twice. w: address of chunk 0 (of 16 bytes) of its row g, swizzled;
+// its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: they have numbers of the first 32
+// columns in their lower halves, of the others in their upper halves.
+template <class F> struct PackedPanel {
+    static constexpr int CHUNKS = 4 / F::RUNS;
+    uint32_t picked[CHUNKS][2][2];
+    __device__ __forceinline__ void load(uint32_t w, uint32_t apart, uint32_t pick, int panel) {
         GPU_UNROLL
-        for (int i = 0; i < F::WORDS; i++) words[i] = scales.of(scales.words[h][i], quarter);
-        GPU_UNROLL
-        for (int k = 0; k < 2; k++) {
-            if (!upper) {
-                const uint4 v = load_shared(w + h * apart ^ (quarter / F::RUNS * 2 + k) * 16);
-                picked[h][k][0] = __byte_perm(v.x, v.y, pick), picked[h][k][1] = __byte_perm(v.z, v.w, pick);
+        for (int c = 0; c < CHUNKS; c++)
+            GPU_UNROLL
+            for (int h = 0; h < 2; h++) {
+                const uint4 v = load_shared((w + h * apart) ^ (panel * CHUNKS + c) * 16);
+                picked[c][h][0] = __byte_perm(v.x, v.y, pick), picked[c][h][1] = __byte_perm(v.z, v.w, pick);
             }
+    }
+    // Columns 16 k .. 16 k + 15 as operand a: W.at, rounded.
+    template <class Quarter>
+    __device__ __forceinline__ void convert(uint32_t (&a)[4], int k, const Quarter& scales) const {
+        GPU_UNROLL
+        for (int h = 0; h < 2; h++)
             GPU_UNROLL
             for (int i = 0; i < 2; i++)
-                a[k][2 * i + h] = F::scaled(F::pair(picked[h][k][i], upper, less), words);
-        }
+                a[2 * i + h] = F::scaled(F::pair(picked[k % CHUNKS][h][i], k / CHUNKS, scales.less[h]), scales.words[h]);
     }
-}
+};
 
 // Four adjacent rows of one token, from two fragments (16 tokens) and row h of each lane. Four lanes, 4 apart, have
 // these rows of four tokens each, and transpose them: lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2
@@ -362,18 +377,19 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
             const uint32_t at = ring_at + ring.stage * bytes;
             const uint64_t x = wgmma_operand(at, 0);
             const auto x_at = [&](int chunk) { return x >> 32 << 32 | (uint32_t)((uint32_t)x + chunk); };
-            uint32_t picked[2][2][2];
+            PackedPanel<F> panel;
+            typename PackedScales<F, TOKENS>::Quarter quarter;
+            uint32_t a[AHEAD][4];
             GPU_UNROLL
-            for (int quarter = 0; quarter < Tile::IN / 32; quarter++) { // while the last one's products run
-                uint32_t a[2][4];
-                convert_quarter(a, picked, at + w_at, apart_bytes, pick, quarter, scales);
+            for (int k = 0; k < Tile::IN / 16; k++) {
+                if (k % 4 == 0) panel.load(at + w_at, apart_bytes, pick, k / 4);
+                if (k % 2 == 0) scales.get(quarter, k / 2);
+                wgmma_wait<AHEAD - 1>(); // a[k % AHEAD] has been read; the products of the last few run
+                if (k == AHEAD - 1 && before >= 0) done_with(before);
+                panel.convert(a[k % AHEAD], k % 4, quarter);
                 wgmma_begin();
-                GPU_UNROLL
-                for (int k = 0; k < 2; k++)
-                    wgmma<TOKENS, false>(sum[0], a[k], x_at(quarter / 2 * PANEL / 16 + quarter % 2 * 4 + k * 2), true);
+                wgmma<TOKENS, false>(sum[0], a[k % AHEAD], x_at(k / 4 * PANEL / 16 + k % 4 * 2), true);
                 wgmma_commit();
-                wgmma_wait<1>();
-                if (quarter == 0 && before >= 0) done_with(before);
             }
             before = ring.stage;
         }
@@ -414,28 +430,38 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
 #endif
 }
 
-// Tokens and rows (in warpgroups) of a tile, and blocks that share it. Up to 128 tokens, measured on an H100: a block a
+// Tokens and rows (in warpgroups) of a tile, and blocks that share it. Up to 64 tokens, measured on an H100: a block a
 // tile of 64 rows, on which all warpgroups work, if there are enough multiprocessors; else larger tiles, in turn. Two
-// blocks a tile pay if half of the multiprocessors would be idle and rows are long.
+// blocks a tile pay if half of the multiprocessors would be idle and rows are long. Of more tokens: the least predicted
+// time in microseconds, fitted to an H200 (tests/bench/bench_packed sweep).
 struct PackedPlan {
     int tokens = 64, warpgroups = 1, splits = 1;
     double least = 1e30;
-    static PackedPlan best(int sms, int N, int rows, int in) {
-        const int tiles = (rows + 63) / 64;
-        if (N <= 128)
-            return {N <= 64 ? 64 : 128, std::min(3, (tiles + sms - 1) / sms), 2 * tiles <= sms - 4 && in >= 3072 ? 2 : 1};
-        PackedPlan plan;
-        const auto consider = [&](int tokens, int warpgroups, double step) { // its microseconds for 64 columns
-            const int64_t tiles = (int64_t)((N + tokens - 1) / tokens) * ((rows + 64 * warpgroups - 1) / (64 * warpgroups));
-            for (int s = 1; s <= 2; s++) {
-                if (s > 1 && tiles * s > sms - 4) break;
-                const double time = std::ceil((double)(tiles * s) / sms) * in / 64 / s * step + (s > 1 ? 2 : 0);
-                if (time < plan.least) plan = {tokens, warpgroups, s, time};
-            }
-        };
-        consider(256, 2, 0.6), consider(256, 1, 0.32);
-        consider(128, 3, 0.47), consider(128, 2, 0.32), consider(128, 1, 0.18);
-        return plan;
+    PackedPlan() = default;
+    PackedPlan(int tokens, int warpgroups, int splits) : tokens(tokens), warpgroups(warpgroups), splits(splits) {}
+    PackedPlan(int sms, int N, int rows, int in) {
+        if (N <= 64) {
+            const int tiles = (rows + 63) / 64;
+            warpgroups = std::min(3, (tiles + sms - 1) / sms), splits = 2 * tiles <= sms - 4 && in >= 3072 ? 2 : 1;
+            return;
+        }
+        consider(64, 1, 5.2, 0.11, 0.28, sms, N, rows, in);
+        consider(128, 1, 3.7, 0.2, 0.336, sms, N, rows, in);
+        consider(128, 2, 1.7, 0.43, 0.484, sms, N, rows, in);
+        consider(128, 3, 1.5, 0.6, 0.67, sms, N, rows, in);
+        consider(256, 1, 4.5, 0.355, 0.48, sms, N, rows, in);
+        consider(256, 2, 2.5, 0.63, 0.72, sms, N, rows, in);
+    }
+    // Of 64 columns: `step`, if each block has one tile; else `later`.
+    void consider(int tile, int groups, double first, double step, double later, int sms, int N, int rows, int in) {
+        const int64_t tiles = (int64_t)((N + tile - 1) / tile) * ((rows + 64 * groups - 1) / (64 * groups));
+        for (int s = 1; s <= 4; s *= 2) {
+            if (s > 1 && tiles * s > (s > 2 ? sms * 2 / 3 : sms - 4)) break; // (see HopperPlan::consider_few)
+            const bool once = s > 1 || tiles <= sms, turned = once && 64 * groups * tile < 128 * 128;
+            const double sums = s == 1 ? 0 : turned ? 2.2 * s - 2.4 : 2 + 2.3 * groups * tile / 256;
+            const double time = first + (double)((tiles * s + sms - 1) / sms) * in / 64 / s * (once ? step : later) + sums;
+            if (time < least) tokens = tile, warpgroups = groups, splits = s, least = time;
+        }
     }
 };
 
@@ -483,7 +509,7 @@ void packed_hopper_product(Context& ctx, Epilogue epilogue, const bf16* x, const
         PackedArgs p = packed_args(W);
         p.x = x, p.N = N;
         if (Epilogue::PAIR) p.out = W.rows[0];
-        const PackedPlan plan = PackedPlan::best(ctx.gpu->sms, N, W.out(), W.in);
+        const PackedPlan plan(ctx.gpu->sms, N, W.out(), W.in);
         if (plan.tokens == 64) launch_packed_hopper<F, 64>(ctx, p, plan, epilogue);
         else if (plan.tokens == 128) launch_packed_hopper<F, 128>(ctx, p, plan, epilogue);
         else launch_packed_hopper<F, 256>(ctx, p, plan, epilogue);
