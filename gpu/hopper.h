@@ -296,8 +296,8 @@ __device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
 __device__ __forceinline__ void store_shared_half(uint32_t at, uint32_t v) { // its lower 16 bits
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
 }
-// Four matrices of 8 x 8 bf16 in the layout of mma, each transposed: lane 8 m + i says where column i of matrix m goes, a
-// row of 16 bytes. PTX ISA: stmatrix
+// Four matrices of 8 x 8 bf16 in the layout of mma, each transposed: lane 8 m + i has the address of 16 bytes, for
+// column i of matrix m. PTX ISA: stmatrix
 __device__ __forceinline__ void store_transposed(uint32_t at, const uint32_t (&v)[4]) {
     HOPPER_ASM("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");

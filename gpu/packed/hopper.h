@@ -1,30 +1,28 @@
-// gpu/packed/hopper.h: products of 17 to 128 tokens with packed weights, on Hopper.
+// gpu/packed/hopper.h: products of 17 tokens and more with packed weights, on Hopper.
 #pragma once
 #include "gpu/packed/formats.h"
 #include "gpu/packed/packed.h"
 #include "gpu/products/hopper.h"
 #include "qwen3.cu"
 
-// ===================================================================================== 5 17 to 128 tokens, on Hopper
+// ================================================================================== 5 17 tokens and more, on Hopper
 // The packed bytes are copied to shared memory and converted on their way to the tensor core. Rows of W are wgmma's
 // rows and tokens its columns: a lane converts its own part of operand a, which wgmma reads from registers, and no
-// number is written back. Bound by memory bandwidth; the L2 cache, from which each block reads x, the tensor cores and
-// the conversions are also busy most of the time.
+// number is written back. A converted weight serves all tokens of a tile. Bound by memory bandwidth up to 128 tokens,
+// where the L2 cache, from which each block reads x, the tensor cores and the conversions are also busy most of the
+// time; from 512 on by the tensor cores.
 //
-// Grid: tiles of rows, each for all tokens, times splits of `in`, the blocks of a cluster; without splits as many
-// blocks as are resident at once, and a block takes tiles in turn. A block's warpgroups have 64 rows of the tile each,
-// or, in tiles of few rows, several have the same rows and alternate stages: while one converts, others multiply. One
-// more warp, the producer, issues TMA copies of stage after stage to a ring: PACKED_IN columns of x, in two panels of
-// 64 as hopper_kernel's stages, and the packed rows, swizzled in theirs.
+// Grid: tiles of tokens and rows, times splits of `in`, the blocks of a cluster; without splits as many blocks as are
+// resident at once, and a block takes tiles in turn. A block's warpgroups have 64 rows of the tile each, or, in tiles
+// of few rows, several have the same rows and alternate stages: while one converts, others multiply. One more warp, the
+// producer, issues TMA copies of stage after stage to a ring: columns of x, in panels of 64 as hopper_kernel's stages,
+// and the packed rows, swizzled in theirs.
 //
 // Ownership. Lane 4 g + t holds rows g and g + 8 of the 16 rows of a warp's operand a; with PAIR they are a row of gate
-// and the same row of up, half a tile apart. In each eight columns it holds the pair 2 t and 2 t + 1, the
-// layout of mma. All lanes of a quad load the same 16 bytes, and each selects its pairs.
+// and the same row of up, half a tile apart. In each eight columns it holds the pair 2 t and 2 t + 1, the layout of
+// mma. All lanes of a quad load the same 16 bytes, and each selects its pairs.
 constexpr int PACKED_STAGES = 12; // stages at most
-#ifndef AHEAD_
-#define AHEAD_ 4
-#endif
-constexpr int AHEAD = AHEAD_; // operands that are converted or multiplied at once
+constexpr int AHEAD = 4;          // operands a of a warpgroup: one is converted, the others' products are under way
 
 template <class F, int TOKENS> struct PackedTile {
     // Maximum warpgroups for the available registers; the producer is one, and leaves most of its registers to the
@@ -123,7 +121,8 @@ template <class F> struct PackedPanel {
         for (int h = 0; h < 2; h++)
             GPU_UNROLL
             for (int i = 0; i < 2; i++)
-                a[2 * i + h] = F::scaled(F::pair(picked[k % CHUNKS][h][i], k / CHUNKS, scales.less[h]), scales.words[h]);
+                a[2 * i + h] =
+                    F::scaled(F::pair(picked[k % CHUNKS][h][i], k / CHUNKS, scales.less[h]), scales.words[h]);
     }
 };
 
@@ -141,9 +140,10 @@ __device__ __forceinline__ float4 four_rows(const float (&even)[4], const float 
     return third ? make_float4(x, y, b.x, b.y) : make_float4(a.x, a.y, x, y);
 }
 
-// Passes the sums of a lane's rows to the epilogue. Warpgroups with the same rows, in a block and its cluster, have the
+// Passes the sums of a lane's rows to the epilogue, which PackedBoxes do for large tiles of one part. Warpgroups with the same rows, in a block and its cluster, have the
 // sums of some stages each. They store them in shared memory (in stages that are no longer used), where each adds up
 // some pieces, of 16 tokens, in order.
+template <int TOKENS, class Epilogue> constexpr bool PACKED_BOXED = TOKENS > 64 && Epilogue::OUTPUTS > 0;
 template <int TOKENS, class Epilogue>
 __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4], uint32_t shared,
                                               const PackedTiles& tiles, int unit, int N, int out, Epilogue& epilogue) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4],
                 if (inside(piece, h)) epilogue.four(n, r + h * apart, y[h], before[h]);
     };
     const int parts = tiles.splits * tiles.turns;
-    if (parts == 1) {
+    if (!PACKED_BOXED<TOKENS, Epilogue> && parts == 1) {
         GPU_UNROLL
         for (int first = 0; first < PIECES; first += 2) {
             float4 before[2][2]; // loaded before the first wait
@@ -215,7 +215,7 @@ template <int TOKENS, class Epilogue> struct PackedBoxes {
     static constexpr bool FLOATS = sizeof(typename Epilogue::Four) == sizeof(float4);
     static constexpr int WIDE = FLOATS || Epilogue::PAIR ? 32 : 64, BYTES = TOKENS * WIDE * (FLOATS ? 4 : 2);
     static constexpr int WARPS = FLOATS ? 2 : 4;
-    static_assert(FLOATS == Epilogue::ADDS, "floats are added to others");
+    static_assert(FLOATS == Epilogue::ADDS || !Epilogue::OUTPUTS, "floats are added to others");
     BOTH static int count(int rows) { return (Epilogue::PAIR ? rows / 2 : rows) / WIDE; } // of a tile
     __device__ static int first_row(int r0, int box) { return (Epilogue::PAIR ? r0 / 2 : r0) + box * WIDE; }
     // One output of this warp's part of a box at `at`; with ADDS the box holds what is added.
@@ -274,13 +274,14 @@ template <int TOKENS, class Epilogue> struct PackedBoxes {
     }
 };
 
-template <class F, int TOKENS, bool BOXED, class Epilogue>
+template <class F, int TOKENS, class Epilogue>
 __global__ void __launch_bounds__(PackedTile<F, TOKENS>::THREADS, 1)
 packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_constant__ PackedArgs p,
                      Epilogue epilogue) {
 #ifdef HAVE_WGMMA
     using Tile = PackedTile<F, TOKENS>;
-    using Boxes = PackedBoxes<TOKENS, std::conditional_t<BOXED, Epilogue, SwigluEpilogue>>;
+    using Boxes = PackedBoxes<TOKENS, Epilogue>;
+    constexpr bool BOXED = PACKED_BOXED<TOKENS, Epilogue>;
     constexpr int BOXES = Tile::X_BYTES / Boxes::BYTES; // that a stage has room for
     constexpr bool PAIR = Epilogue::PAIR;
     constexpr int PANEL = TOKENS * 128; // bytes of 64 columns of x
@@ -459,13 +460,14 @@ struct PackedPlan {
             if (s > 1 && tiles * s > (s > 2 ? sms * 2 / 3 : sms - 4)) break; // (see HopperPlan::consider_few)
             const bool once = s > 1 || tiles <= sms, turned = once && 64 * groups * tile < 128 * 128;
             const double sums = s == 1 ? 0 : turned ? 2.2 * s - 2.4 : 2 + 2.3 * groups * tile / 256;
-            const double time = first + (double)((tiles * s + sms - 1) / sms) * in / 64 / s * (once ? step : later) + sums;
+            const double waves = (double)((tiles * s + sms - 1) / sms);
+            const double time = first + waves * in / 64 / s * (once ? step : later) + sums;
             if (time < least) tokens = tile, warpgroups = groups, splits = s, least = time;
         }
     }
 };
 
-template <class F, int TOKENS, class Epilogue, bool BOXED = (TOKENS > 64 && Epilogue::OUTPUTS > 0)>
+template <class F, int TOKENS, class Epilogue>
 void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Epilogue epilogue) {
     static_assert(!Epilogue::MASKS && !Epilogue::PARTS, "finish_packed has neither");
     using Tile = PackedTile<F, TOKENS>;
@@ -485,7 +487,7 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
                                                  : CU_TENSOR_MAP_SWIZZLE_128B,
                          {{p.row_bytes, 1, Tile::ROW_BYTES},
                           {(size_t)all, p.row_bytes, Epilogue::PAIR ? rows / 2 : rows}});
-    if constexpr (BOXED)
+    if constexpr (PACKED_BOXED<TOKENS, Epilogue>)
         if (turns * plan.splits == 1) {
             using Boxes = PackedBoxes<TOKENS, Epilogue>;
             constexpr int BOXES = Tile::X_BYTES / Boxes::BYTES;
@@ -497,7 +499,7 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
                 if (const auto to = epilogue.output(k); to.at) tiles.out[k] = map(to.at, to.ld);
             if constexpr (Epilogue::ADDS) tiles.added = map(epilogue.residual, epilogue.ld);
         }
-    launch_clusters(ctx, ctx.gpu->overlap, plan.splits, packed_hopper_kernel<F, TOKENS, BOXED, Epilogue>,
+    launch_clusters(ctx, ctx.gpu->overlap, plan.splits, packed_hopper_kernel<F, TOKENS, Epilogue>,
                     once ? units : ctx.gpu->sms, rows * 2 * turns + 128, (size_t)tiles.stages * bytes + 1024, tiles, p,
                     epilogue);
 }

@@ -113,12 +113,12 @@ struct Operands {
             launch_product(N, plain, shape.role);
         });
     }
-    template <class F, int TOKENS, bool BOXED> double tile(int N, int warpgroups, int splits) const {
+    template <class F, int TOKENS> double tile(int N, int warpgroups, int splits) const {
         return time(N, [&](const Linear<bf16>& W, auto epilogue) {
             PackedArgs p = packed_args(W);
             p.x = x, p.N = N;
             if (epilogue.PAIR) p.out = W.rows[0];
-            launch_packed_hopper<F, TOKENS, decltype(epilogue), BOXED>(ctx, p, {TOKENS, warpgroups, splits}, epilogue);
+            launch_packed_hopper<F, TOKENS>(ctx, p, {TOKENS, warpgroups, splits}, epilogue);
         });
     }
 };
@@ -157,23 +157,21 @@ template <class F> static void sweep(const char* model, Kind kind, std::initiali
         const Operands o(s, kind), plain(s, PLAIN);
         for (int N : tokens) {
             printf("sweep %s N %4d %4s %-8s", NAMES[kind], N, s.model, s.name);
-            const auto row = [&](auto tile, int warpgroups, auto boxed) {
+            const auto row = [&](auto tile, int warpgroups) {
                 constexpr int TOKENS = decltype(tile)::value;
-                printf("  %s%dx%d", decltype(boxed)::value ? "" : "direct ", TOKENS, 64 * warpgroups);
+                printf("  %dx%d", TOKENS, 64 * warpgroups);
                 const int64_t tiles = (int64_t)((N + TOKENS - 1) / TOKENS) * ((s.rows + 64 * warpgroups - 1) / (64 * warpgroups));
                 for (int splits = 1; splits <= 4; splits *= 2) {
                     if (splits > 1 && tiles * splits > ctx.gpu->sms) break;
-                    printf(" %.2f", 1e6 * o.tile<F, TOKENS, decltype(boxed)::value>(N, warpgroups, splits));
+                    printf(" %.2f", 1e6 * o.tile<F, TOKENS>(N, warpgroups, splits));
                 }
             };
             using std::integral_constant;
             integral_constant<int, 64> t64;
             integral_constant<int, 128> t128;
             integral_constant<int, 256> t256;
-            std::true_type boxes;
-            std::false_type direct; // (tiles of 64 tokens have no boxes)
-            if (N <= 512) row(t64, 4, direct), row(t64, 3, direct), row(t64, 2, direct), row(t64, 1, direct);
-            if (N > 64) row(t256, 2, boxes), row(t256, 1, boxes), row(t128, 3, boxes), row(t128, 2, boxes), row(t128, 1, boxes);
+            if (N <= 512) row(t64, 4), row(t64, 3), row(t64, 2), row(t64, 1);
+            if (N > 64) row(t256, 2), row(t256, 1), row(t128, 3), row(t128, 2), row(t128, 1);
             printf("  chosen %.2f, first %.2f, bf16 %.2f\n", 1e6 * o.product(N), 1e6 * o.unpacked_first(N), 1e6 * plain.product(N));
             fflush(stdout);
         }
