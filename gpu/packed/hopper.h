@@ -140,10 +140,12 @@ __device__ __forceinline__ float4 four_rows(const float (&even)[4], const float 
     return third ? make_float4(x, y, b.x, b.y) : make_float4(a.x, a.y, x, y);
 }
 
-// Passes the sums of a lane's rows to the epilogue, which PackedBoxes do for large tiles of one part. Warpgroups with the same rows, in a block and its cluster, have the
+// Whether the results of a tile are stored as PackedBoxes, if one warpgroup has all of its rows' sums.
+template <int TOKENS, class Epilogue> constexpr bool PACKED_BOXED = TOKENS > 64 && Epilogue::OUTPUTS > 0;
+
+// Passes the sums of a lane's rows to the epilogue. Warpgroups with the same rows, in a block and its cluster, have the
 // sums of some stages each. They store them in shared memory (in stages that are no longer used), where each adds up
 // some pieces, of 16 tokens, in order.
-template <int TOKENS, class Epilogue> constexpr bool PACKED_BOXED = TOKENS > 64 && Epilogue::OUTPUTS > 0;
 template <int TOKENS, class Epilogue>
 __device__ __forceinline__ void finish_packed(const float (&sum)[TOKENS / 8][4], uint32_t shared,
                                               const PackedTiles& tiles, int unit, int N, int out, Epilogue& epilogue) {
