@@ -99,8 +99,8 @@ template <class F> struct PackedScales {
 };
 
 // The bytes of 64 columns that a lane converts, each twice. w: place of chunk 0 (of 16 bytes) of its row g in a stage,
-// swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: they have numbers of the first 32
-// columns in their lower halves, of the others in their upper halves.
+// swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: these have numbers of the
+// first 32 columns in their lower halves, and of the others in their upper halves.
 template <class F> struct PackedPanel {
     static constexpr int CHUNKS = 4 / F::RUNS;
     uint32_t picked[CHUNKS][2][2];
