@@ -22,15 +22,15 @@
 // and the same row of up, half a tile apart. In each eight columns it holds the pair 2 t and 2 t + 1, the layout of
 // mma. All lanes of a quad load the same 16 bytes, and each selects its pairs.
 constexpr int PACKED_STAGES = 12; // stages at most
+constexpr int AHEAD = 4;          // operands a of a warpgroup: one is converted, the others' products are under way
 
 template <class F, int TOKENS> struct PackedTile {
     // Maximum warpgroups for the available registers; the producer is one, and leaves most of its registers to the
     // others.
     static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : TOKENS == 128 ? 3 : 2, THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = TOKENS == 64 ? 112 : TOKENS == 128 ? 152 : 240, PRODUCERS = TOKENS > 128 ? 24 : 32;
-    static constexpr int TURNS = TOKENS > 128 ? 1 : WARPGROUPS;        // warpgroups that may have the same rows
-    static constexpr int IN = TOKENS > 128 ? PACKED_IN / 2 : PACKED_IN; // columns of a stage; a step has PACKED_IN
-    static constexpr int GROUP = TOKENS > 128 ? 4 : 2;                  // wgmma that are issued at once
+    static constexpr int IN = TOKENS > 128 ? PACKED_IN / 2 : PACKED_IN; // columns of a stage
+    static constexpr int SLOTS = F::SLOTS < IN / 32 ? F::SLOTS : IN / 32;
     static constexpr int X_BYTES = TOKENS * IN * 2, ROW_BYTES = IN / F::RUNS; // of a stage
     BOTH static int stage_bytes(int rows) { return X_BYTES + rows * ROW_BYTES; }
 };
@@ -57,16 +57,17 @@ template <int TOKENS> struct PackedPlace {
     }
 };
 
-// The scales and zero points of a lane's two rows in a step, loaded a step ahead: one, or one for each quarter of its
+// The scales and zero points of a lane's two rows in a stage, loaded a stage ahead: one, or one for each quarter of its
 // columns, one in each lane of a quad.
-template <class F> struct PackedScales {
+template <class F, int TOKENS> struct PackedScales {
+    using Tile = PackedTile<F, TOKENS>;
     int at[2];
     typename F::Raw next[2];
     uint32_t next_zero[2], less[2], words[2][F::WORDS];
     __device__ __forceinline__ PackedScales(const PackedArgs& p, int row, int other)
         : at{(int)p.template scale_at<F>(row, 0), (int)p.template scale_at<F>(other, 0)} {}
     __device__ __forceinline__ void load(const PackedArgs& p, int step) {
-        const int column = step * PACKED_IN + (int)threadIdx.x % F::SLOTS * 32;
+        const int column = step * Tile::IN + (int)threadIdx.x % Tile::SLOTS * 32;
         const int g = min(column >> p.shift, p.groups - 1);
         GPU_UNROLL
         for (int h = 0; h < 2; h++) {
@@ -87,7 +88,7 @@ template <class F> struct PackedScales {
     };
     __device__ __forceinline__ void get(Quarter& q, int quarter) const { // all lanes of a warp
         const auto of = [&](uint32_t mine) {
-            return F::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+            return Tile::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
         };
         GPU_UNROLL
         for (int h = 0; h < 2; h++) {
@@ -98,24 +99,24 @@ template <class F> struct PackedScales {
     }
 };
 
-// The bytes of 64 columns that a lane converts, each twice. w: place of chunk 0 (of 16 bytes) of its row g in a stage,
-// swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: these have numbers of the
-// first 32 columns in their lower halves, and of the others in their upper halves.
+// The bytes of 64 columns that a lane converts, each twice. w: address of chunk 0 (of 16 bytes) of its row g, swizzled;
+// its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: they have numbers of the first 32
+// columns in their lower halves, of the others in their upper halves.
 template <class F> struct PackedPanel {
     static constexpr int CHUNKS = 4 / F::RUNS;
     uint32_t picked[CHUNKS][2][2];
-    __device__ __forceinline__ void load(uint32_t stage, uint32_t w, uint32_t apart, uint32_t pick, int panel) {
+    __device__ __forceinline__ void load(uint32_t w, uint32_t apart, uint32_t pick, int panel) {
         GPU_UNROLL
         for (int c = 0; c < CHUNKS; c++)
             GPU_UNROLL
             for (int h = 0; h < 2; h++) {
-                const uint4 v = load_shared(stage + h * apart + (w ^ (panel * CHUNKS + c) * 16));
+                const uint4 v = load_shared((w + h * apart) ^ (panel * CHUNKS + c) * 16);
                 picked[c][h][0] = __byte_perm(v.x, v.y, pick), picked[c][h][1] = __byte_perm(v.z, v.w, pick);
             }
     }
     // Columns 16 k .. 16 k + 15 as operand a: W.at, rounded.
-    __device__ __forceinline__ void convert(uint32_t (&a)[4], int k,
-                                            const typename PackedScales<F>::Quarter& scales) const {
+    template <class Quarter>
+    __device__ __forceinline__ void convert(uint32_t (&a)[4], int k, const Quarter& scales) const {
         GPU_UNROLL
         for (int h = 0; h < 2; h++)
             GPU_UNROLL
@@ -294,8 +295,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
     const auto stage = [&](int s) { return shared + s * bytes; };
     const auto full = [&](int s) { return at_barriers + 8 * s; };
     const auto empty = [&](int s) { return at_barriers + 8 * (PACKED_STAGES + s); };
-    constexpr int STAGES = PACKED_IN / Tile::IN; // of a step
-    const int steps = (p.in + PACKED_IN - 1) / PACKED_IN;
+    const int steps = (p.in + Tile::IN - 1) / Tile::IN;
     const auto step_at = [&](int split) { return (int)((int64_t)steps * split / tiles.splits); };
     if (threadIdx.x == consumers) prefetch_map(tiles.W), prefetch_map(tiles.x);
     if (threadIdx.x == 0) {
@@ -310,8 +310,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         if (threadIdx.x > consumers) return;
         for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
             const PackedPlace<TOKENS> place(tiles, u);
-            const int r0 = place.r0, n0 = place.n0, split = place.split, last = step_at(split + 1) * STAGES;
-            const auto copy_w = [&](int step, int s) { // here a step is a stage's
+            const int r0 = place.r0, n0 = place.n0, split = place.split, last = step_at(split + 1);
+            const auto copy_w = [&](int step, int s) {
                 const uint32_t to = stage(s) + Tile::X_BYTES;
                 barrier_arrive_expecting(full(s), bytes);
                 copy_box(to, tiles.W, full(s), step * Tile::ROW_BYTES, PAIR ? r0 / 2 : r0);
@@ -322,7 +322,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
                 for (int c = 0; c < Tile::IN / 64; c++)
                     copy_box(stage(s) + c * PANEL, tiles.x, full(s), step * Tile::IN + c * 64, n0);
             };
-            int step = step_at(split) * STAGES;
+            int step = step_at(split);
             if (u == blockIdx.x) { // the ring is empty, and weights may be read early, as in stream_kernel
                 const int first = step, ready = min(last - first, tiles.stages);
                 for (int s = 0; s < ready; s++) copy_w(first + s, s);
@@ -349,14 +349,13 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         return;
     }
     take_registers<Tile::REGISTERS>();
-    const int warp = threadIdx.x / 32, turns = Tile::TURNS > 1 ? tiles.turns : 1;
-    const int turn = Tile::TURNS > 1 ? threadIdx.x / (2 * rows) : 0;
+    const int warp = threadIdx.x / 32, turn = threadIdx.x / (2 * rows);
     const int in_tile = PAIR ? warp * 8 % (rows / 2) : warp * 16 % rows; // rows h = 0
     const int g = threadIdx.x % 32 / 4, apart = PAIR ? p.out : 8;        // .. and from there to h = 1: of W,
     const uint32_t apart_bytes = (PAIR ? rows / 2 : 8) * Tile::ROW_BYTES; // and in a stage
-    uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4);
+    uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4), ring_at = shared;
     uint32_t w_at = Tile::X_BYTES + (in_tile + g) * Tile::ROW_BYTES + g * Tile::ROW_BYTES / 128 * 16;
-    asm volatile("" : "+r"(pick), "+r"(w_at)); // not recomputed in each step
+    asm volatile("" : "+r"(pick), "+r"(ring_at), "+r"(w_at)); // not recomputed in each step
     ring.next(tiles.stages, turn);
     const auto done_with = [&](int s) {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty(s));
@@ -366,47 +365,36 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         const int split = place.split, last = step_at(split + 1);
         const int mine = (PAIR ? place.r0 / 2 : place.r0) + in_tile;
         int step = step_at(split) + turn;
-        PackedScales<F> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
+        PackedScales<F, TOKENS> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
         scales.load(p, step);
         wait_for_previous(); // whose results an epilogue may add to
         float sum[1][TOKENS / 8][4] = {};
         int before = -1;
-        PackedPanel<F> weights;
-        typename PackedScales<F>::Quarter quarter;
-        for (; step < last; step += turns) {
+        for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
             scales.take();
-            scales.load(p, step + turns); // (past the end: the row's last)
-            uint32_t a[2][Tile::GROUP][4];
+            scales.load(p, step + tiles.turns); // (past the end: the row's last)
+            // A barrier two phases behind looks full, and this warpgroup may be a ring ahead of another turn, whose
+            // data for this stage are still to come: first wait until they have been used.
+            barrier_wait(empty(ring.stage), ring.parity ^ 1);
+            barrier_wait(full(ring.stage), ring.parity);
+            const uint32_t at = ring_at + ring.stage * bytes;
+            const uint64_t x = wgmma_operand(at, 0);
+            const auto x_at = [&](int chunk) { return x >> 32 << 32 | (uint32_t)((uint32_t)x + chunk); };
+            PackedPanel<F> panel;
+            typename PackedScales<F, TOKENS>::Quarter quarter;
+            uint32_t a[AHEAD][4];
             GPU_UNROLL
-            for (int group = 0; group < PACKED_IN / 16 / Tile::GROUP; group++) {
-                const int first = group * Tile::GROUP % (Tile::IN / 16), panel = first / 4; // of the stage
-                if (first == 0) {
-                    // A barrier two phases behind looks full, and this warpgroup may be a ring ahead of another turn,
-                    // whose data for this stage are still to come: first wait until they have been used.
-                    if (Tile::TURNS > 1) barrier_wait(empty(ring.stage), ring.parity ^ 1);
-                    barrier_wait(full(ring.stage), ring.parity);
-                }
-                const uint32_t at = stage(ring.stage);
-                const uint64_t x = wgmma_operand(at, 0);
-                if (first % 4 == 0) weights.load(at, w_at, apart_bytes, pick, panel);
-                GPU_UNROLL
-                for (int i = 0; i < Tile::GROUP; i++) {
-                    const int k = group * Tile::GROUP + i;
-                    if (k % 2 == 0) scales.get(quarter, k / 2);
-                    weights.convert(a[group % 2][i], k % 4, quarter);
-                }
+            for (int k = 0; k < Tile::IN / 16; k++) {
+                if (k % 4 == 0) panel.load(at + w_at, apart_bytes, pick, k / 4);
+                if (k % 2 == 0) scales.get(quarter, k / 2);
+                wgmma_wait<AHEAD - 1>(); // a[k % AHEAD] has been read; the products of the last few run
+                if (k == AHEAD - 1 && before >= 0) done_with(before);
+                panel.convert(a[k % AHEAD], k % 4, quarter);
                 wgmma_begin();
-                GPU_UNROLL
-                for (int i = 0; i < Tile::GROUP; i++) {
-                    const int k = first + i;
-                    const uint32_t x_at = (uint32_t)x + k / 4 * (PANEL / 16) + k % 4 * 2;
-                    wgmma<TOKENS, false>(sum[0], a[group % 2][i], x >> 32 << 32 | x_at, true);
-                }
+                wgmma<TOKENS, false>(sum[0], a[k % AHEAD], x_at(k / 4 * PANEL / 16 + k % 4 * 2), true);
                 wgmma_commit();
-                wgmma_wait<1>(); // while they run the next are converted, in place of the ones before
-                if (first == 0 && before >= 0) done_with(before);
-                if (first + Tile::GROUP == Tile::IN / 16) before = ring.stage, ring.next(tiles.stages, turns);
             }
+            before = ring.stage;
         }
         wgmma_wait<0>();
         wgmma_settle(sum);
@@ -421,7 +409,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
                 const bool stores = threadIdx.x % (Boxes::WARPS * 32) == 0;
                 for (int s = 0; s < tiles.lent; s++, ring.next(tiles.stages)) {
                     barrier_wait(full(ring.stage), ring.parity);
-                    const uint32_t at = stage(ring.stage) + box % BOXES * Boxes::BYTES;
+                    const uint32_t at = ring_at + ring.stage * bytes + box % BOXES * Boxes::BYTES;
                     if (box / BOXES == s)
                         GPU_UNROLL
                         for (int k = 0; k < Epilogue::OUTPUTS; k++) {
@@ -440,7 +428,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
                 }
                 continue;
             }
-        finish_packed<TOKENS>(sum[0], shared, tiles, u, p.N, p.out, epilogue);
+        finish_packed<TOKENS>(sum[0], ring_at, tiles, u, p.N, p.out, epilogue);
     }
 #endif
 }
@@ -448,7 +436,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
 // Tokens and rows (in warpgroups) of a tile, and blocks that share it. Up to 64 tokens, measured on an H100: a block a
 // tile of 64 rows, on which all warpgroups work, if there are enough multiprocessors; else larger tiles, in turn. Two
 // blocks a tile pay if half of the multiprocessors would be idle and rows are long. Of more tokens: the least predicted
-// time in microseconds, fitted to an H200 (tests/bench/bench_packed sweep).
+// time in microseconds, fitted to an H200 (tests/bench/bench_packed
+// sweep), where its choices take 1.4% more than the best.
 struct PackedPlan {
     int tokens = 64, warpgroups = 1, splits = 1;
     double least = 1e30;
@@ -466,15 +455,18 @@ struct PackedPlan {
         consider(128, 3, 1.5, 0.6, 0.67, sms, N, rows, in);
         consider(256, 2, 2.5, 0.63, 0.72, sms, N, rows, in);
     }
-    // Of 64 columns: `step`, if each block has one tile; else `later`.
+    // Microseconds of 64 columns: `step` if each block has one tile, else `later`. (Tokens past the end, which TMA makes
+    // zeros, take longer to copy than others. Tiles of 64 rows wait for that.)
     void consider(int tile, int groups, double first, double step, double later, int sms, int N, int rows, int in) {
-        const int64_t tiles = (int64_t)((N + tile - 1) / tile) * ((rows + 64 * groups - 1) / (64 * groups));
+        const int down = (N + tile - 1) / tile;
+        const int64_t tiles = (int64_t)down * ((rows + 64 * groups - 1) / (64 * groups));
+        const double past = groups == 1 && tile == 128 ? 1.7 * (down * tile - N) / tile : 0;
         for (int s = 1; s <= 4; s *= 2) {
             if (s > 1 && tiles * s > (s > 2 ? sms * 2 / 3 : sms - 4)) break; // (see HopperPlan::consider_few)
             const bool once = s > 1 || tiles <= sms, turned = once && 64 * groups * tile < 128 * 128;
             const double sums = s == 1 ? 0 : turned ? 2.2 * s - 2.4 : 2 + 2.3 * groups * tile / 256;
             const double waves = (double)((tiles * s + sms - 1) / sms);
-            const double time = first + waves * in / 64 / s * (once ? step : later) + sums;
+            const double time = first + waves * in / 64 / s * (once ? step : later) * (1 + past) + sums;
             if (time < least) tokens = tile, warpgroups = groups, splits = s, least = time;
         }
     }
@@ -488,7 +480,7 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
     const int down = (p.N + TOKENS - 1) / TOKENS, across = (all + rows - 1) / rows;
     const int bytes = Tile::stage_bytes(rows), units = down * across * plan.splits;
     const bool once = plan.splits > 1 || units <= ctx.gpu->sms; // a block has one tile, and the ring's memory for sums
-    const int turns = once ? std::max(1, Tile::TURNS / plan.warpgroups) : 1;
+    const int turns = once ? Tile::WARPGROUPS / plan.warpgroups : 1;
     const int stages = std::min(PACKED_STAGES, 225 * 1024 / bytes);
     if (stages <= turns) // each turn holds one until it has its next
         DIE("stages of %d bytes: a ring has too few for %d turns", bytes, turns);
