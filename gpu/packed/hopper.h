@@ -455,8 +455,8 @@ struct PackedPlan {
         consider(128, 3, 1.5, 0.6, 0.67, sms, N, rows, in);
         consider(256, 2, 2.5, 0.63, 0.72, sms, N, rows, in);
     }
-    // Microseconds of 64 columns: `step` if each block has one tile, else `later`. (Tokens past the end, which TMA makes
-    // zeros, take longer to copy than others. Tiles of 64 rows wait for that.)
+    // Microseconds of 64 columns: `step` if each block has one tile, else `later`. (Tokens past the end, where TMA
+    // writes zeros, take longer to copy than others. Tiles of 64 rows wait for that.)
     void consider(int tile, int groups, double first, double step, double later, int sms, int N, int rows, int in) {
         const int down = (N + tile - 1) / tile;
         const int64_t tiles = (int64_t)down * ((rows + 64 * groups - 1) / (64 * groups));
