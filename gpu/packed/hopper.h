@@ -22,7 +22,6 @@
 // and the same row of up, half a tile apart. In each eight columns it holds the pair 2 t and 2 t + 1, the layout of
 // mma. All lanes of a quad load the same 16 bytes, and each selects its pairs.
 constexpr int PACKED_STAGES = 12; // stages at most
-constexpr int AHEAD = 4;          // operands a of a warpgroup: one is converted, the others' products are under way
 
 template <class F, int TOKENS> struct PackedTile {
     // Maximum warpgroups for the available registers; the producer is one, and leaves most of its registers to the
@@ -82,49 +81,37 @@ template <class F, int TOKENS> struct PackedScales {
             if (F::ZEROS) less[h] = 0xc300c300 | next_zero[h] * 0x00010001;
         }
     }
-    // Those of 32 columns.
-    struct Quarter {
-        uint32_t words[2][F::WORDS], less[2];
-    };
-    __device__ __forceinline__ void get(Quarter& q, int quarter) const { // all lanes of a warp
-        const auto of = [&](uint32_t mine) {
-            return Tile::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
-        };
-        GPU_UNROLL
-        for (int h = 0; h < 2; h++) {
-            q.less[h] = F::ZEROS ? of(less[h]) : 0;
-            GPU_UNROLL
-            for (int i = 0; i < F::WORDS; i++) q.words[h][i] = of(words[h][i]);
-        }
+    __device__ __forceinline__ uint32_t of(uint32_t mine, int quarter) const { // all lanes of a warp
+        return Tile::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
     }
 };
 
-// The bytes of 64 columns that a lane converts, each twice. w: address of chunk 0 (of 16 bytes) of its row g, swizzled;
-// its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: they have numbers of the first 32
-// columns in their lower halves, of the others in their upper halves.
-template <class F> struct PackedPanel {
-    static constexpr int CHUNKS = 4 / F::RUNS;
-    uint32_t picked[CHUNKS][2][2];
-    __device__ __forceinline__ void load(uint32_t w, uint32_t apart, uint32_t pick, int panel) {
+// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: address of chunk 0 (of 16
+// bytes) of a lane's row g, swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two, twice
+// each. INT4: an odd quarter is in the upper halves of the bytes selected for the quarter before it.
+template <class F, int TOKENS>
+__device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&picked)[2][2][2], uint32_t w,
+                                                uint32_t apart, uint32_t pick, int quarter,
+                                                const PackedScales<F, TOKENS>& scales) {
+    const int upper = F::RUNS == 2 ? quarter % 2 : 0;
+    GPU_UNROLL
+    for (int h = 0; h < 2; h++) {
+        const uint32_t less = F::ZEROS ? scales.of(scales.less[h], quarter) : 0;
+        uint32_t words[F::WORDS];
         GPU_UNROLL
-        for (int c = 0; c < CHUNKS; c++)
-            GPU_UNROLL
-            for (int h = 0; h < 2; h++) {
-                const uint4 v = load_shared((w + h * apart) ^ (panel * CHUNKS + c) * 16);
-                picked[c][h][0] = __byte_perm(v.x, v.y, pick), picked[c][h][1] = __byte_perm(v.z, v.w, pick);
+        for (int i = 0; i < F::WORDS; i++) words[i] = scales.of(scales.words[h][i], quarter);
+        GPU_UNROLL
+        for (int k = 0; k < 2; k++) {
+            if (!upper) {
+                const uint4 v = load_shared(w + h * apart ^ (quarter / F::RUNS * 2 + k) * 16);
+                picked[h][k][0] = __byte_perm(v.x, v.y, pick), picked[h][k][1] = __byte_perm(v.z, v.w, pick);
             }
-    }
-    // Columns 16 k .. 16 k + 15 as operand a: W.at, rounded.
-    template <class Quarter>
-    __device__ __forceinline__ void convert(uint32_t (&a)[4], int k, const Quarter& scales) const {
-        GPU_UNROLL
-        for (int h = 0; h < 2; h++)
             GPU_UNROLL
             for (int i = 0; i < 2; i++)
-                a[2 * i + h] =
-                    F::scaled(F::pair(picked[k % CHUNKS][h][i], k / CHUNKS, scales.less[h]), scales.words[h]);
+                a[k][2 * i + h] = F::scaled(F::pair(picked[h][k][i], upper, less), words);
+        }
     }
-};
+}
 
 // Four adjacent rows of one token, from two fragments (16 tokens) and row h of each lane. Four lanes, 4 apart, have
 // these rows of four tokens each, and transpose them: lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2
@@ -380,19 +367,18 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
             const uint32_t at = ring_at + ring.stage * bytes;
             const uint64_t x = wgmma_operand(at, 0);
             const auto x_at = [&](int chunk) { return x >> 32 << 32 | (uint32_t)((uint32_t)x + chunk); };
-            PackedPanel<F> panel;
-            typename PackedScales<F, TOKENS>::Quarter quarter;
-            uint32_t a[AHEAD][4];
+            uint32_t picked[2][2][2];
             GPU_UNROLL
-            for (int k = 0; k < Tile::IN / 16; k++) {
-                if (k % 4 == 0) panel.load(at + w_at, apart_bytes, pick, k / 4);
-                if (k % 2 == 0) scales.get(quarter, k / 2);
-                wgmma_wait<AHEAD - 1>(); // a[k % AHEAD] has been read; the products of the last few run
-                if (k == AHEAD - 1 && before >= 0) done_with(before);
-                panel.convert(a[k % AHEAD], k % 4, quarter);
+            for (int quarter = 0; quarter < Tile::IN / 32; quarter++) { // while the last one's products run
+                uint32_t a[2][4];
+                convert_quarter(a, picked, at + w_at, apart_bytes, pick, quarter, scales);
                 wgmma_begin();
-                wgmma<TOKENS, false>(sum[0], a[k % AHEAD], x_at(k / 4 * PANEL / 16 + k % 4 * 2), true);
+                GPU_UNROLL
+                for (int k = 0; k < 2; k++)
+                    wgmma<TOKENS, false>(sum[0], a[k], x_at(quarter / 2 * PANEL / 16 + quarter % 2 * 4 + k * 2), true);
                 wgmma_commit();
+                wgmma_wait<1>();
+                if (quarter == 0 && before >= 0) done_with(before);
             }
             before = ring.stage;
         }
@@ -436,12 +422,10 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
 // Tokens and rows (in warpgroups) of a tile, and blocks that share it. Up to 64 tokens, measured on an H100: a block a
 // tile of 64 rows, on which all warpgroups work, if there are enough multiprocessors; else larger tiles, in turn. Two
 // blocks a tile pay if half of the multiprocessors would be idle and rows are long. Of more tokens: the least predicted
-// time in microseconds, fitted to an H200 (tests/bench/bench_packed
-// sweep), where its choices take 1.4% more than the best.
+// time in microseconds, fitted to an H200 (bench_packed sweep), where its choices take 1.4% more than the best.
 struct PackedPlan {
     int tokens = 64, warpgroups = 1, splits = 1;
     double least = 1e30;
-    PackedPlan() = default;
     PackedPlan(int tokens, int warpgroups, int splits) : tokens(tokens), warpgroups(warpgroups), splits(splits) {}
     PackedPlan(int sms, int N, int rows, int in) {
         if (N <= 64) {
