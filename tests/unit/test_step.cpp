@@ -332,12 +332,8 @@ TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and
     }
 }
 
-template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 8, 1, BULK, Packed>;
-template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
-                                                        unsigned blocks, int L = 2) {
-    RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
-    INFO("format " << (int)layers.format << " groups of " << layers.group << (layers.zeros ? " with zero points" : "") << ", C " << C << " F " << F);
-    const RandomModel m(random, C, F, 2, 1, V, L, tied, layers, head);
+// A token at a position: near the definition phase by phase, the same bits all at once.
+template <class S, class Head> static void check_token(RandomNumbers& random, const RandomModel& m, int pos, unsigned blocks) {
     const Place before(random, m, {{pos, 1}});
     Emulated<S, Head> gpu(m, 1, blocks);
     Place place = before;
@@ -346,6 +342,14 @@ template <class S, class Head> static void check_packed(const PackedKind& layers
     place = before, backwards = true;
     CHECK(same(gpu.step(place, true), phases));
     backwards = false;
+}
+template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 8, 1, BULK, Packed>;
+template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
+                                                        unsigned blocks, int L = 2) {
+    RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
+    INFO("format " << (int)layers.format << " groups of " << layers.group << (layers.zeros ? " with zero points" : "") << ", C " << C << " F " << F);
+    const RandomModel m(random, C, F, 2, 1, V, L, tied, layers, head);
+    check_token<S, Head>(random, m, pos, blocks);
 }
 TEST_CASE("packed weights in the kernel are those of W.at: every format, heads and embeddings in the layers' format and in another") {
     const PackedKind plain = {Format::PLAIN, 0, false}, int8 = {Format::INT8, 32, false}, fp8 = {Format::FP8, 128, false};
@@ -426,14 +430,7 @@ template <class S, class Head> static void check_experts(const PackedKind& layer
     INFO("format " << (int)layers.format << " groups of " << layers.group << ", C " << C << ", " << experts.E << " experts of " << experts.M
                    << ", " << experts.k << " of a token, on " << blocks << " blocks");
     const RandomModel m(random, C, 64, 2, 1, 72, 2, true, layers, head, experts);
-    const Place before(random, m, {{pos, 1}});
-    Emulated<S, Head> gpu(m, 1, blocks);
-    Place place = before;
-    const Result phases = gpu.step(place, false);
-    check_result(m, before, phases);
-    place = before, backwards = true;
-    CHECK(same(gpu.step(place, true), phases));
-    backwards = false;
+    check_token<S, Head>(random, m, pos, blocks);
 }
 template <int WARPS, int STEPS, class Packed, bool BULK = true> using ExpertsOf = StepShape<WARPS, STEPS, 1, BULK, Packed, true>;
 TEST_CASE("a mixture of experts by one kernel is what `forward` computes, in every format, and on cards before Hopper") {
