@@ -108,62 +108,51 @@ def make_loraplus():
     print(f"loraplus: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
+def make_adapter(folder, base, seed, config, renamed):
+    """A random adapter of a small model in a folder, with its gradients on the model's rows; `renamed`: from and to, in
+    the gradients' names. Returns the model, the rows and the names."""
+    torch.manual_seed(seed)
+    with open(f"{ROOT}/{base}/rows.json") as file:
+        rows = json.load(file)
+    rows = list(zip(rows["ids"], rows["trained"]))
+    count = sum(sum(trained) for _, trained in rows)
+    model = get_peft_model(fixtures.load(f"{ROOT}/{base}", torch.float32, "eager"), config)
+    for n, p in model.named_parameters():
+        if p.requires_grad:
+            p.data += 0.05 * torch.randn(p.shape)
+    model.peft_config["default"].base_model_name_or_path = base
+    model.peft_config["default"].target_modules = sorted(config.target_modules)
+    model.save_pretrained(folder)
+    os.remove(folder + "/README.md")
+    (sum(row_loss(model, *row) for row in rows) / count).backward()
+    some = {n.replace(".default", "").replace(*renamed): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    save_file(some, folder + "/gradients.safetensors", {"format": "pt"})
+    model.zero_grad()
+    return model.train(), rows, sorted(some)
+
+
 def make_modules():
     golden = {"steps": 30, "lr": 5e-3}
     for name, base, saved in (("both", "tied", ["embed_tokens", "lm_head"]), ("embed", "tied", ["embed_tokens"]), ("untied", "untied", ["embed_tokens", "lm_head"])):
-        torch.manual_seed(4)
-        with open(f"{ROOT}/{base}/rows.json") as file:
-            rows = json.load(file)
-        rows = list(zip(rows["ids"], rows["trained"]))
-        count = sum(sum(trained) for _, trained in rows)
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "down_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
-        model = get_peft_model(fixtures.load(f"{ROOT}/{base}", torch.float32, "eager"), config)
-        for n, p in model.named_parameters():
-            if p.requires_grad:
-                p.data += 0.05 * torch.randn(p.shape)
-        model.peft_config["default"].base_model_name_or_path = base
-        model.peft_config["default"].target_modules = sorted(config.target_modules)
-        folder = f"{ROOT}/modules_{name}"
-        model.save_pretrained(folder)
-        os.remove(folder + "/README.md")
-        (sum(row_loss(model, *row) for row in rows) / count).backward()
-        some = {n.replace(".default", "").replace(".modules_to_save", ""): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-        save_file(some, folder + "/gradients.safetensors", {"format": "pt"})
-        model.zero_grad()
-        losses, norms = train_peft(model.train(), rows, 30, len(rows), 5e-3)
+        model, rows, names = make_adapter(f"{ROOT}/modules_{name}", base, 4, config, (".modules_to_save", ""))
+        losses, norms = train_peft(model, rows, 30, len(rows), 5e-3)
         golden[name] = {"losses": losses, "norms": norms}
-        print(f"modules: {name}, {sorted(some)[:2]}.., loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+        print(f"modules: {name}, {names[:2]}.., loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     fixtures.write_golden(ROOT + "/modules.json", golden)
 
 
 def make_dora():
     golden = {"steps": 30, "lr": 5e-3, "ratio": 4}
     for name, base, targets, rslora in (("all", "tied", "q k v o gate up down", False), ("some", "untied", "k v up down", True)):
-        torch.manual_seed(6)
-        with open(f"{ROOT}/{base}/rows.json") as file:
-            rows = json.load(file)
-        rows = list(zip(rows["ids"], rows["trained"]))
-        count = sum(sum(trained) for _, trained in rows)
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, use_dora=True, use_rslora=rslora, target_modules=[m + "_proj" for m in targets.split()], task_type="CAUSAL_LM")
-        model = get_peft_model(fixtures.load(f"{ROOT}/{base}", torch.float32, "eager"), config)
-        for n, p in model.named_parameters():
-            if p.requires_grad:
-                p.data += 0.05 * torch.randn(p.shape)
-        model.peft_config["default"].base_model_name_or_path = base
-        model.peft_config["default"].target_modules = sorted(config.target_modules)
-        folder = f"{ROOT}/dora_{name}"
-        model.save_pretrained(folder)
-        os.remove(folder + "/README.md")
-        (sum(row_loss(model, *row) for row in rows) / count).backward()
-        some = {n.replace(".default", "").replace("_vector.weight", "_vector"): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-        save_file(some, folder + "/gradients.safetensors", {"format": "pt"})
-        model.zero_grad()
-        losses, norms = train_peft(model.train(), rows, 30, len(rows), 5e-3, ratio=None if name == "all" else 4)
+        model, rows, names = make_adapter(f"{ROOT}/dora_{name}", base, 6, config, ("_vector.weight", "_vector"))
+        losses, norms = train_peft(model, rows, 30, len(rows), 5e-3, ratio=None if name == "all" else 4)
         model.eval()
         logits = model(torch.tensor([rows[0][0]])).logits[0]
         merged = model.merge_and_unload()(torch.tensor([rows[0][0]])).logits[0]
         golden[name] = {"losses": losses, "norms": norms}
-        print(f"dora: {name}, {len(some)} tensors, loss {losses[0]:.4f} -> {losses[-1]:.4f}, merged {(merged - logits).abs().max():.1e}")
+        print(f"dora: {name}, {len(names)} tensors, loss {losses[0]:.4f} -> {losses[-1]:.4f}, merged {(merged - logits).abs().max():.1e}")
     fixtures.write_golden(ROOT + "/dora.json", golden)
     make_fuzz_seed(dora=True)
 

@@ -204,41 +204,20 @@ TEST_CASE("DoRA beside PEFT: gradients, the losses of 30 steps, with LoRA+ and r
             write_merged(file, written, scratch / "merged.bin");
             const ModelFile merged(scratch / "merged.bin");
             const Weights<float> whole(merged);
-            auto loss_of = [&](const Config& c, const Weights<float>& weights) {
-                double sum = 0;
-                for (size_t i = 0; i < data.rows(); i++) {
-                    Session<float> session(c, weights, 64, Context());
-                    std::vector<int> ids;
-                    for (uint32_t word : data.row(i)) ids.push_back((int)(word & ~TRAIN));
-                    size_t at = 0;
-                    session.feed(ids, nullptr, [&](const float* row) {
-                        if (++at < ids.size() && data.row(i).first[at] & TRAIN) sum += log_sum(row, c.V, 1.f) - row[ids[at]];
-                    });
-                }
-                return sum / (double)data.trained();
-            };
             const double loss = t.mean_loss(data, t.loader.rows);
-            CHECK(loss_of(file.config, w) == doctest::Approx(loss).epsilon(1e-5));
-            CHECK(loss_of(merged.config, whole) == doctest::Approx(loss).epsilon(1e-5));
+            CHECK(session_loss(file.config, w, data) == doctest::Approx(loss).epsilon(1e-5));
+            CHECK(session_loss(merged.config, whole, data) == doctest::Approx(loss).epsilon(1e-5));
         }
 }
 
 // ---- The programs
-
-static Result run(const char* name, const Strings& arguments) {
-    const Result r = Process(name, arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
-static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 
 TEST_CASE("train_lora --dora: m begins as W's lengths; resume to the bit; the same bits however a step is cut, recomputed, on any threads; ranks") {
     Scratch out;
     const std::string text = read_file(FIXTURES + "rows.jsonl");
     write_file(out / "rows.jsonl", text.substr(0, text.find('\n', text.size() * 2 / 5) + 1));
     const std::string rows = out / "rows.bin";
-    run(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, out / "rows.jsonl", rows, "--info", "none"});
+    must(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, out / "rows.jsonl", rows, "--info", "none"});
     const Strings how = {TINY, rows, "-d", "cpu", "--rank", "4", "--lr", "5e-3", "--batch", "8", "--steps", "12", "--dora"};
     train(how + Strings{"-o", out / "w"});
     train({TINY, rows, "-d", "cpu", "--rank", "4", "--lr", "5e-3", "--batch", "8", "--steps", "12", "-o", out / "lora"});
@@ -278,13 +257,13 @@ TEST_CASE("train_lora --dora: m begins as W's lengths; resume to the bit; the sa
     const Strings ask = {"-d", "cpu", "-z", VOCABULARY, "-t", "0", "-n", "16", "-i", "What is a warp?", "--dtype", "f32"};
     const char* qwen3 = program("QWEN3", "./qwen3");
     train({TINY, "--adapter-init", out / "w", "--dtype", "f32", "--merge", out / "merged"});
-    const std::string said = run(qwen3, Strings{TINY, "--adapter", out / "w"} + ask).out;
-    CHECK(said == run(qwen3, Strings{out / "merged"} + ask).out);
-    CHECK(said != run(qwen3, Strings{TINY} + ask).out);
+    const std::string said = must(qwen3, Strings{TINY, "--adapter", out / "w"} + ask).out;
+    CHECK(said == must(qwen3, Strings{out / "merged"} + ask).out);
+    CHECK(said != must(qwen3, Strings{TINY} + ask).out);
     train({TINY, rows, "--adapter-init", out / "w", "--steps", "2", "--batch", "8", "--lr", "1e-4", "-o", out / "on"});
     CHECK(logged(out / "on", "loss")[0] < 0.8 * losses[0]);
     CHECK(Json(read_file(out / "on" + "/adapter_config.json"))["use_dora"].boolean());
-    run(qwen3, {TINY, "-z", VOCABULARY, "--quantize", "int8", out / "small.bin"});
+    must(qwen3, {TINY, "-z", VOCABULARY, "--quantize", "int8", out / "small.bin"});
     Strings packed = how;
     packed[0] = out / "small.bin";
     train(packed + Strings{"-o", out / "packed"});

@@ -7,17 +7,8 @@
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 static const Strings ONE = {"-z", VOCABULARY, "-j", "1", "-d", "cpu"};
-static const char* trainer() { return program("TRAIN_LORA", "./train_lora"); }
 
-static Result run(const char* name, const Strings& arguments) {
-    return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }).wait();
-}
-static Result must(const char* name, const Strings& arguments) {
-    const Result r = run(name, arguments);
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
+static Result run(const char* name, const Strings& arguments) { return start_program(name, arguments).wait(); }
 
 // A folder of rows as LLaMA-Factory has them: three datasets and their dataset_info.json.
 struct Folder {

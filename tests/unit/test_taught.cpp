@@ -227,14 +227,7 @@ TEST_CASE("taught rows: an endpoint's tokens by their bytes; others belong to th
 
 // ------------------------------------------------------------------------------------------------ from rows to an adapter
 
-static Result must(const char* name, const Strings& arguments) {
-    const Result r = Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static const char* datagen() { return program("DATAGEN", "./datagen"); }
-static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 
 struct TeacherEndpoint : Process {
     int port = 0;
