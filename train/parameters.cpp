@@ -130,8 +130,8 @@ template <class T> void Parameters<T>::find_norms() {
     if (!o.full && o.lora.dora) each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { dora_norm(ctx, linear); });
 }
 template <class T> void Parameters<T>::begin_dora() {
-    find_norms();
     if (o.full || !o.lora.dora) return;
+    find_norms();
     each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
         std::vector<A> lengths(linear.out());
         copy_out(ctx, lengths.data(), o.adapter_init.empty() ? linear.adapter.dora.norm : p + at.m, lengths.size());

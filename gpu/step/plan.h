@@ -22,7 +22,7 @@ struct StepProduct {
 
 struct StepArgs {
     int C, F, H, K, V, L, G; // (G = H / K: a kernel divides slowly)
-    int E, k, M;               // of experts, as Config; F is then k M: the rows of the chosen experts, one after another
+    int E, k, M;               // of experts, as Config; F is then k M, the chosen experts' rows one after another
     bool normed_shares;
     float eps;
     StepProduct product[STEP_KINDS]; // by phase; of ATTEND, JOIN and ROUTE nothing
@@ -82,7 +82,8 @@ struct StepPlace {
     int group;         // of ATTEND: number of tokens from this one on; 0: it belongs to an earlier one's group
 };
 struct StepDealt {
-    int first[STEP_KINDS], units[STEP_KINDS]; // of each product its first unit, every gridDim.x-th from there on; how many
+    int first[STEP_KINDS];  // of each product its first unit, every gridDim.x-th from there on,
+    int units[STEP_KINDS];  // and their number
     int last;               // this block ends last
     StepProduct product[STEP_KINDS]; // (a kernel's argument is slow to index)
     StepPlace place[STEP_TOKENS];
@@ -163,7 +164,7 @@ template <class S> StepArgs plan_step(const Config& c, int N, int blocks, size_t
     if (c.E) p.layer_bytes += (c.E - 1) * p.expert_bytes;
     p.product[STEP_LOGITS].at = p.layer_bytes * c.L;
     p.product[STEP_LOGITS].in_flight = (192 << 10) / (std::min(S::STEPS, p.product[STEP_LOGITS].steps) * S::W::CHUNK);
-    if (c.E) p.product[STEP_GATE_UP].in_flight = p.product[STEP_LOGITS].in_flight; // memory idles until experts are chosen
+    if (c.E) p.product[STEP_GATE_UP].in_flight = p.product[STEP_LOGITS].in_flight; // memory was idle before the choice
     p.in_flight_pages = (64 << 10) / S::STAGE;
     p.patience = 1000000000, p.short_keys = 64;
     p.most_splits = std::max(1, std::min(64, blocks / c.K)), p.joined = S::TOKENS == 1 ? 4 : 1;

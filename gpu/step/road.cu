@@ -178,8 +178,10 @@ void StepRoad::pack(const Weights<bf16>& w) {
         matrix(y.qkv, layers, STEP_QKV, l), matrix(y.o, layers, STEP_O, l);
         if (!args.E) matrix(y.gate_up, layers, STEP_GATE_UP, l), matrix(y.down, layers, STEP_DOWN, l);
         else append(router, y.router.w[0], args.E * args.C);
-        for (size_t e = 0; e < y.experts.size(); e++)
-            matrix(y.experts[e].gate_up, layers, STEP_GATE_UP, l, e), matrix(y.experts[e].down, layers, STEP_DOWN, l, e);
+        for (size_t e = 0; e < y.experts.size(); e++) {
+            matrix(y.experts[e].gate_up, layers, STEP_GATE_UP, l, e);
+            matrix(y.experts[e].down, layers, STEP_DOWN, l, e);
+        }
         gain(y.norm1, args.C), gain(y.norm2, args.C), gain(y.q_norm, STEP_HEAD), gain(y.k_norm, STEP_HEAD);
     }
     matrix(w.head, head.kernel ? head : layers, STEP_LOGITS, 0);

@@ -6,8 +6,8 @@
 
 // ---- A session's steps by this kernel: packed weights and its other arrays in the GPU's memory. If the head has
 // another format than the layers, a step is two launches: phases before the head, and the head; a kernel before them
-// converts packed embeddings. Steps of several tokens exist for bf16 weights without experts only; both kernels read the
-// same copy.
+// converts packed embeddings. Steps of several tokens exist only for bf16 weights without experts; both kernels read
+// the same copy.
 struct StepRoad : OneKernelStep {
     using Kernel = void (*)(const StepArgs, int, int);
     struct Part { // of the step: phases `first` .. `last` - 1

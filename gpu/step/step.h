@@ -6,8 +6,8 @@
               before Hopper). The rows of a product are cut into tiles of 8, which are dealt to the blocks in turn.
    Phases     7 a layer: QKV, ATTEND, JOIN, O, ROUTE, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a
               launch: all at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
-   Experts    ROUTE computes the router's scores, a row or two a block; then each block chooses the experts, and tells its
-              producer. The rows of the k chosen gate_up follow each other, and so do the columns of their down.
+   Experts    ROUTE computes the router's scores, a row or two a block; then each block chooses the experts, and tells
+              its producer. The rows of the k chosen gate_up follow each other, and so do the columns of their down.
    Words      16 bytes in global memory, written and read in one piece: four bf16, a float, the epoch. A reader reads a
               word until it has the epoch. A word is written again a layer later, when all its readers have read it.
    Faults     A wait of over a second sets *fault and ends all further waits.
@@ -82,7 +82,7 @@ __device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { retu
 template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
     return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && !step_long_context(dealt)));
 }
-// Waits for words, by lanes of a warp.
+// A consumer's waits for words, by lanes of a warp.
 struct StepWaits {
     const StepArgs& p;
     int lane;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
     const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
     bool attends = false; // this block, so it has more to fetch
     for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
-    // Copies a stage's bytes; from(at, n): where those from `at` on are, n of them, or fewer if it sets n (of experts).
+    // Copies a stage's bytes. from(at, n): where those from `at` on are, n of them, or fewer if it sets n (of experts).
     auto fill = [&](int bytes, int each, int in_flight, auto from) {
         empty[stage].wait(parity);
         in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
@@ -155,7 +155,8 @@ __device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* m
                     const void* bytes_there = from(at, n);
                     full[stage].copy(to + at, bytes_there, n);
                 }
-            } else if (int n = min(each, bytes - i * each); n > 0) full[stage].copy(to + i * each, from(i * each, n), n);
+            } else if (int n = min(each, bytes - i * each); n > 0)
+                full[stage].copy(to + i * each, from(i * each, n), n);
         } else {
             for (int at = i * 16; at < bytes; at += 128 * 16)
                 if (int n = 16; true) StepBarrier::copy16(to + at, from(at, n));
@@ -233,9 +234,9 @@ template <class S> struct Step : StepWaits {
     int set = 0;                      // of sums; the other one's are still being published
     bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
     const bool hushed;                // see step_hushed
-    static constexpr int EARLY = 2;   // words of a row of the router that a lane loads before its input
-    uint2 router[STEP_ROUTED][EARLY];
-    float score[STEP_ROUTED];         // ... and this lane's part of them
+    static constexpr int EARLY = 2;   // of a row of the router a lane loads so many words before its input
+    uint2 router[STEP_ROUTED][EARLY]; // ... these,
+    float score[STEP_ROUTED];         // and this lane's part of the rows' scores
     int row = 0;                      // this lane's, for the values that the warp publishes:
     uint32_t old = 0;                 // ... x before a product, as loaded: a float, or
     bool embedding = false;           // ... the embedding's bf16;
@@ -244,7 +245,8 @@ template <class S> struct Step : StepWaits {
     unsigned long long likeliest = 0; // key of this lane's logits, of token n
 
     __device__ Step(const StepArgs& p, StepDealt& dealt)
-        : StepWaits(p, 0), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
+        : StepWaits(p, 0), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N),
+          hushed(step_hushed<S>(p, dealt)) {
         for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
     }
     // Called before each phase. (The compiler must not know that these are constant: it would compute all dependent
@@ -383,82 +385,6 @@ template <class S> struct Step : StepWaits {
             }
             set ^= 1;
         }
-    }
-    // ---- Experts
-    // Four numbers of row i of those that this block computes: blockIdx.x, blockIdx.x + gridDim.x, ..
-    __device__ __forceinline__ uint2 router_word(int layer, int i, int word) const {
-        const int e = blockIdx.x + i * gridDim.x;
-        if (e >= p.E || word >= p.C / 4) return make_uint2(0, 0);
-        return ((const uint2*)(p.router + ((size_t)layer * p.E + e) * p.C))[word];
-    }
-    // Adds what a word of the input contributes: the j-th of this lane's first ones, or a later one.
-    __device__ __forceinline__ void add_scores(int layer, int word, int j, bool first, const uint4& x) {
-        GPU_UNROLL
-        for (int i = 0; i < STEP_ROUTED; i++) {
-            const uint2 w = first && j < EARLY ? router[i][j % EARLY] : router_word(layer, i, word);
-            score[i] += fmaf(low(w.x), low(x.x), high(w.x) * high(x.x)) + fmaf(low(w.y), low(x.y), high(w.y) * high(x.y));
-        }
-    }
-    // GATE_UP's input, and this block's scores.
-    __device__ __forceinline__ void route(int layer) {
-        const Input in = input_of(STEP_ROUTE, layer);
-        GPU_UNROLL
-        for (int i = 0; i < STEP_ROUTED; i++) {
-            score[i] = 0;
-            GPU_UNROLL
-            for (int j = 0; j < EARLY; j++) router[i][j] = router_word(layer, i, in.word(lane + 32 * j));
-        }
-        input(STEP_ROUTE, layer);
-        GPU_UNROLL
-        for (int i = 0; i < STEP_ROUTED; i++) {
-            const float sum = warp_sum(score[i]);
-            if (lane == 0) dealt.routed[i][warp] = sum;
-        }
-        meet();
-        const int e = blockIdx.x + lane * gridDim.x;
-        if (warp || lane >= STEP_ROUTED || e >= p.E) return;
-        float z = 0;
-        GPU_UNROLL
-        for (int w = 0; w < WARPS; w++) z += dealt.routed[lane][w];
-        z *= rms_scale();
-        const uint32_t bits = __float_as_uint(z);
-        step_publish(p.scores + e, make_uint4(bits, bits, bits, epoch(layer)));
-    }
-    // The k experts of the largest scores, of equal ones the first: an expert's rank is the number of those before it.
-    __device__ __forceinline__ void choose(int layer) {
-        float* const z = sums_of(0, 0, 0); // (E), and -inf up to a multiple of 4; free until the next product's sums
-        const int padded = (p.E + 3) / 4 * 4;
-        for (int e = tid; e - lane < padded; e += CONSUMERS) {
-            uint4 word[1];
-            await_all(word, epoch(layer), [&](int) { return p.scores + e; }, [&](int) { return e < p.E; });
-            const uint32_t bits = word[0].x & word[0].y & word[0].z; // the same in each, see step_peek
-            if (e < padded) z[e] = e < p.E ? usable(__uint_as_float(bits)) : -INFINITY;
-        }
-        meet();
-        for (int e = tid; e < p.E; e += CONSUMERS) {
-            const float own = z[e];
-            const auto before = [&](float other, int f) { return other > own || (other == own && f < e); };
-            int rank = 0;
-            for (int f = 0; f < p.E; f += 4) {
-                const float4 v = *(const float4*)(z + f);
-                rank += before(v.x, f) + before(v.y, f + 1) + before(v.z, f + 2) + before(v.w, f + 3);
-            }
-            if (rank < p.k) dealt.chosen[rank] = e, dealt.share[rank] = own;
-        }
-        float top = -INFINITY, all = 0;
-        const auto weight = [&](float z) { return exp2_fast((z - top) * LOG2E); };
-        if (warp == 0) {
-            for (int e = lane; e < p.E; e += 32) top = fmaxf(top, z[e]);
-            top = warp_max(top);
-            for (int e = lane; e < p.E; e += 32) all += weight(z[e]);
-        }
-        meet();
-        if (tid == 0) full[S::CHOICE].arrive(); // for the producer
-        if (warp) return;
-        const float own = lane < p.k ? weight(dealt.share[lane]) : 0;
-        all = warp_sum(p.normed_shares ? own : all);
-        if (lane < p.k) dealt.share[lane] = own / all;
-        __syncwarp();
     }
     // In batches: the sums of tiles tile .. tile + count - 1 of `tiles`.
     __device__ __forceinline__ void multiply_round(typename W::Lane (&w)[BATCH][EACH], int tile, int count, int tiles,
@@ -766,6 +692,84 @@ template <class S> struct Step : StepWaits {
                 if (kind == STEP_GATE_UP || (kind == STEP_DOWN && dealt.alone)) choose(layer);
             product(kind, layer);
         }
+    }
+
+    // ---- Experts
+    // Four numbers of row i of those that this block computes: blockIdx.x, blockIdx.x + gridDim.x, ..
+    __device__ __forceinline__ uint2 router_word(int layer, int i, int word) const {
+        const int e = blockIdx.x + i * gridDim.x;
+        if (e >= p.E || word >= p.C / 4) return make_uint2(0, 0);
+        return ((const uint2*)(p.router + ((size_t)layer * p.E + e) * p.C))[word];
+    }
+    // Adds what a word of the input contributes: the j-th of this lane's first ones, or a later one.
+    __device__ __forceinline__ void add_scores(int layer, int word, int j, bool first, const uint4& x) {
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            const uint2 w = first && j < EARLY ? router[i][j % EARLY] : router_word(layer, i, word);
+            score[i] += fmaf(low(w.x), low(x.x), high(w.x) * high(x.x)) +
+                        fmaf(low(w.y), low(x.y), high(w.y) * high(x.y));
+        }
+    }
+    // GATE_UP's input, and this block's scores.
+    __device__ __forceinline__ void route(int layer) {
+        const Input in = input_of(STEP_ROUTE, layer);
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            score[i] = 0;
+            GPU_UNROLL
+            for (int j = 0; j < EARLY; j++) router[i][j] = router_word(layer, i, in.word(lane + 32 * j));
+        }
+        input(STEP_ROUTE, layer);
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            const float sum = warp_sum(score[i]);
+            if (lane == 0) dealt.routed[i][warp] = sum;
+        }
+        meet();
+        const int e = blockIdx.x + lane * gridDim.x;
+        if (warp || lane >= STEP_ROUTED || e >= p.E) return;
+        float z = 0;
+        GPU_UNROLL
+        for (int w = 0; w < WARPS; w++) z += dealt.routed[lane][w];
+        z *= rms_scale();
+        const uint32_t bits = __float_as_uint(z);
+        step_publish(p.scores + e, make_uint4(bits, bits, bits, epoch(layer)));
+    }
+    // The k experts of the largest scores, of equal ones the first: an expert's rank is the number of those before it.
+    __device__ __forceinline__ void choose(int layer) {
+        float* const z = sums_of(0, 0, 0); // (E), and -inf up to a multiple of 4; free until the next product's sums
+        const int padded = (p.E + 3) / 4 * 4;
+        for (int e = tid; e - lane < padded; e += CONSUMERS) {
+            uint4 word[1];
+            await_all(word, epoch(layer), [&](int) { return p.scores + e; }, [&](int) { return e < p.E; });
+            const uint32_t bits = word[0].x & word[0].y & word[0].z; // the same in each, see step_peek
+            if (e < padded) z[e] = e < p.E ? usable(__uint_as_float(bits)) : -INFINITY;
+        }
+        meet();
+        for (int e = tid; e < p.E; e += CONSUMERS) {
+            const float own = z[e];
+            const auto before = [&](float other, int f) { return other > own || (other == own && f < e); };
+            int rank = 0;
+            for (int f = 0; f < p.E; f += 4) {
+                const float4 v = *(const float4*)(z + f);
+                rank += before(v.x, f) + before(v.y, f + 1) + before(v.z, f + 2) + before(v.w, f + 3);
+            }
+            if (rank < p.k) dealt.chosen[rank] = e, dealt.share[rank] = own;
+        }
+        float top = -INFINITY, all = 0;
+        const auto weight = [&](float z) { return exp2_fast((z - top) * LOG2E); };
+        if (warp == 0) {
+            for (int e = lane; e < p.E; e += 32) top = fmaxf(top, z[e]);
+            top = warp_max(top);
+            for (int e = lane; e < p.E; e += 32) all += weight(z[e]);
+        }
+        meet();
+        if (tid == 0) full[S::CHOICE].arrive(); // for the producer
+        if (warp) return;
+        const float own = lane < p.k ? weight(dealt.share[lane]) : 0;
+        all = warp_sum(p.normed_shares ? own : all);
+        if (lane < p.k) dealt.share[lane] = own / all;
+        __syncwarp();
     }
 
     // ---- Attention
