@@ -140,15 +140,24 @@ TEST_CASE("GPTQ: the layer's error is that of NumPy's, written from the paper, w
     add_squares(cpu(), H.data(), X.data(), (int)TOKENS, (int)IN);
     const std::vector<float> factor = gptq_factor(H, IN, dead);
     for (size_t k = 0; k < IN; k++) REQUIRE(dead[k] == (k == DEAD));
-    auto error = [&](const QuantizedMatrix& m) {
-        double off = 0, all = 0;
+    auto squares = [&](const std::vector<double>& matrix) { // of X matrix^T
+        double all = 0;
         for (size_t n = 0; n < TOKENS; n++)
             for (size_t r = 0; r < ROWS; r++) {
-                double a = 0, b = 0;
-                for (size_t k = 0; k < IN; k++) a += X[n * IN + k] * (W[r * IN + k] - m.at(r, k)), b += (double)X[n * IN + k] * W[r * IN + k];
-                off += a * a, all += b * b;
+                const float* x = &X[n * IN];
+                const double* w = &matrix[r * IN];
+                double sum = 0;
+                for (size_t k = 0; k < IN; k++) sum += x[k] * w[k];
+                all += sum * sum;
             }
-        return off / all;
+        return all;
+    };
+    const double all = squares(std::vector<double>(W.begin(), W.end()));
+    auto error = [&](const QuantizedMatrix& m) {
+        std::vector<double> off;
+        for (size_t r = 0; r < ROWS; r++)
+            for (size_t k = 0; k < IN; k++) off.push_back(W[r * IN + k] - m.at(r, k));
+        return squares(off) / all;
     };
     int rows = 0;
     for (sj::Value row : golden["rows"].items()) {
@@ -314,7 +323,8 @@ TEST_CASE("FP8 stays FP8 where matrices of one product have more and fewer rows 
 TEST_CASE("--calibrate and --against: GPTQ is nearer to the model than rounding on text of the kind it saw") {
     const Scratch s;
     const std::string notes = read_file("data/course/notes/01-introduction.md");
-    write_file(s / "seen.txt", notes.substr(0, notes.size() / 2)), write_file(s / "new.txt", notes.substr(notes.size() / 2, 3000));
+    const size_t half = notes.find('\n', notes.size() / 2) + 1;
+    write_file(s / "seen.txt", notes.substr(0, half)), write_file(s / "new.txt", notes.substr(half, notes.rfind('\n', half + 2000) - half));
     REQUIRE(run_qwen3({TINY, "--quantize", "int4", s / "nearest.bin"}).status == 0);
     const Result r = run_qwen3({TINY, "--quantize", "int4", s / "gptq.bin", "--calibrate", s / "seen.txt", "-z", TINY_TOKENIZER});
     INFO(r.err);

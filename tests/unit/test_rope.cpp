@@ -105,15 +105,16 @@ TEST_CASE_TEMPLATE("attention finds a token 110,000 positions back by a plane wh
     EACH_WAY;
     // Query and needle have the slowest plane only, all other keys the fastest: their scores are 0. Scaled, the needle's
     // plane has turned by 5.9, whose cosine is 0.91; unscaled by 14.7, whose cosine is -0.5.
-    constexpr int D = 64, NEEDLE = 4000, QUERY = 114000, CHUNK = 1000;
+    constexpr int D = 16, NEEDLE = 4000, QUERY = 114000, CHUNK = 1000;
+    constexpr double THETA = 26800;
     const RopeScaling scaling = {RopeScaling::YARN, 2.5, 46000, 0.1 * std::log(2.5) + 1, 32, 1, true};
-    const std::vector<T> weight(D, to_stored<T>((acc<T>)2));
+    const std::vector<T> weight(D, to_stored<T>((acc<T>)3));
     const int pages = QUERY / PAGE + 1;
     std::vector<int> table(pages), pos(CHUNK), seq(CHUNK);
     std::iota(table.begin(), table.end(), 0);
     for (const bool scaled : {true, false}) {
         std::vector<acc<T>> rope((size_t)(QUERY + 1) * D);
-        fill_rope(rope.data(), QUERY + 1, D, 1e4, scaled ? scaling : RopeScaling());
+        fill_rope(rope.data(), QUERY + 1, D, THETA, scaled ? scaling : RopeScaling());
         std::vector<T> keys((size_t)pages * PAGE * D), values = keys, q((size_t)CHUNK * D), qkv((size_t)CHUNK * 3 * D), out(D);
         const LayerCache<T> cache = {keys.data(), values.data()};
         const HeadNorms<T> norms = {weight.data(), weight.data(), rope.data()};
