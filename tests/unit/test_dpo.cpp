@@ -29,10 +29,10 @@ static std::string pack(const Scratch& scratch, const std::string& name, const s
     return scratch / (name + ".bin");
 }
 
-// The 40 pairs, the first 32, the last 8; and rows without a rejected answer.
+// The 40 pairs, the first 32, the last 8; rows without a rejected answer; the 80 labelled answers, the last 16.
 struct Pairs {
     Scratch folder;
-    std::string all, first, last, rows, labelled;
+    std::string all, first, last, rows, labelled, last_labelled;
     Pairs() {
         const std::string text = read_file(FIXTURES + "pairs.jsonl");
         size_t cut = 0;
@@ -47,6 +47,8 @@ struct Pairs {
                 both += w.field("kto_tag", *key == 'c').end().text + "\n";
             }
         labelled = pack(folder, "labelled", both);
+        for (cut = 0; std::count(both.begin() + (ptrdiff_t)cut, both.end(), '\n') > 16;) cut = both.find('\n', cut) + 1;
+        last_labelled = pack(folder, "last_labelled", both.substr(cut));
     }
 };
 static const Pairs& pairs() {
@@ -244,12 +246,14 @@ TEST_CASE("the first loss is log 2 to the bit; batches cut otherwise, --recomput
         for (auto& [name, t] : tensors) all.append((const char*)t.data, t.bytes);
         return all;
     };
-    const std::string adapter = numbers("a");
+    const Strings few = {TINY, pairs().last, "--dpo", "--steps", "3", "--lr", "2e-3", "--rank", "4", "--alpha", "8"};
+    train(few + Strings{"--batch", "8", "-o", out / "few"});
+    const std::string adapter = numbers("few");
     for (const Strings& other : {Strings{"--batch", "2", "--accum", "4"}, {"--batch", "8", "--recompute"}, {"--batch", "8", "-j", "2"}}) {
-        train(how + other + Strings{"-o", out / "b", "--overwrite"});
+        train(few + other + Strings{"-o", out / "b", "--overwrite"});
         CHECK(numbers("b") == adapter);
     }
-    train(how + Strings{"--batch", "8", "--beta", "0.5", "-o", out / "b", "--overwrite"});
+    train(few + Strings{"--batch", "8", "--beta", "0.5", "-o", out / "b", "--overwrite"});
     CHECK(numbers("b") != adapter);
     // Going on from an adapter begins with log 2 again.
     train({TINY, pairs().all, "--dpo", "--steps", "1", "--adapter-init", out / "a", "-o", out / "c"});
@@ -269,9 +273,10 @@ TEST_CASE("IPO, SimPO, ORPO, KTO: the margin rises; batches cut otherwise: the s
         const std::string name = loss.name;
         if (name == "dpo") continue;
         INFO(name);
-        const Strings how = {TINY, loss.pairs() ? pairs().all : pairs().labelled, "--" + name, "--steps", "10", "--lr", "2e-3", "--rank", "4", "--alpha", "8",
-                             "--eval", loss.pairs() ? pairs().all : pairs().labelled, "--allow-leak", "--eval-every", "5"};
-        const Result r = train(how + Strings{"--batch", "8", "-o", out / name});
+        const std::string few = loss.pairs() ? pairs().last : pairs().last_labelled;
+        const Strings how = {"--" + name, "--lr", "2e-3", "--rank", "4", "--alpha", "8"};
+        const Result r = train(how + Strings{TINY, loss.pairs() ? pairs().all : pairs().labelled, "--steps", "10", "--eval", few, "--allow-leak",
+                                             "--eval-every", "5", "--batch", "8", "-o", out / name});
         CHECK((r.err.find(": the reference of ") != std::string::npos) == loss.has_reference);
         const std::vector<double> margin = logged(out / name, "eval_rewards/margins"), losses = logged(out / name, "eval_loss");
         REQUIRE(margin.size() == 2);
@@ -280,8 +285,9 @@ TEST_CASE("IPO, SimPO, ORPO, KTO: the margin rises; batches cut otherwise: the s
         if (name == "ipo") CHECK(logged(out / name, "loss")[0] == 25);
         if (name == "kto") CHECK(logged(out / name, "loss")[0] == 0.5);
         CHECK(logged(out / name, "kl").size() == (loss.pairs() ? 0 : 10));
-        train(how + Strings{"--batch", "2", "--accum", "4", "-o", out / (name + "2")});
-        CHECK(read_file(out / name + "/adapter_model.safetensors") == read_file(out / (name + "2") + "/adapter_model.safetensors"));
+        train(how + Strings{TINY, few, "--steps", "3", "--batch", "8", "-o", out / (name + "8")});
+        train(how + Strings{TINY, few, "--steps", "3", "--batch", "2", "--accum", "4", "-o", out / (name + "2")});
+        CHECK(read_file(out / (name + "8") + "/adapter_model.safetensors") == read_file(out / (name + "2") + "/adapter_model.safetensors"));
     }
 }
 
@@ -291,7 +297,7 @@ TEST_CASE("Ctrl-C and --resume, LoRA and --full: to the bit as if nothing had be
         INFO(kind);
         const bool full = kind == "--full", kto = kind == "--kto";
         Strings how = Strings{TINY, kto ? pairs().labelled : pairs().first, full ? "--dpo" : kind, "--batch", "4", "--accum", "2", "--steps", "10", "--lr", "1e-3", "--eval",
-                              kto ? pairs().labelled : pairs().last, "--eval-every", "3"} + ONE;
+                              kto ? pairs().last_labelled : pairs().last, "--eval-every", "3"} + ONE;
         if (kto) how.push_back("--allow-leak");
         how = how + (full ? Strings{"--full"} : Strings{"--rank", "4", "--alpha", "8", "--dropout", "0.1"});
         const std::string whole = out / ("whole" + kind), parts = out / ("parts" + kind), file = full ? "/model.bin" : "/adapter_model.safetensors";
