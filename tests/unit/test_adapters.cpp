@@ -64,7 +64,7 @@ TEST_CASE("adapters: in one batch each answer is what it is with its adapter alo
         INFO(kind);
         Company company({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
         std::vector<Job> jobs;
-        for (int i = 0; i < 24; i++) {
+        for (int i = 0; i < 18; i++) {
             jobs.push_back(random_job(random, 256));
             jobs.back().adapter = company.adapters[(size_t)random.below(4)];
         }
@@ -72,8 +72,9 @@ TEST_CASE("adapters: in one batch each answer is what it is with its adapter alo
         preempted += company.bench.desk.figures->preempted, found += company.bench.desk.figures->found;
         size_t others = 0;
         for (const Job& job : jobs) {
-            check_answer(job, expected(job, 256, company.weights(job.adapter)));
-            others += job.adapter && expected(job, 256).text != expected(job, 256, company.weights(job.adapter)).text;
+            const Generation want = expected(job, 256, company.weights(job.adapter));
+            check_answer(job, want);
+            if (job.adapter && others <= 8) others += expected(job, 256).text != want.text;
         }
         CHECK(others > 8); // an adapter says something else
         for (auto& one : company.adapters) CHECK((!one || one->running + one->waiting == 0));

@@ -247,7 +247,7 @@ TEST_CASE("an answer does not depend on what runs beside it, on chunks, pages or
         INFO(kind);
         Bench bench({256, max_seqs, chunk, 2 * chunk, (size_t)pages * Bench::page_bytes()});
         std::vector<Job> jobs;
-        for (int i = 0; i < 24; i++) jobs.push_back(random_job(random, 256));
+        for (int i = 0; i < 18; i++) jobs.push_back(random_job(random, 256));
         run_all(bench, random, jobs);
         preempted += bench.desk.figures->preempted, found += bench.desk.figures->found;
         for (const Job& job : jobs) check_answer(job, expected(job, 256));

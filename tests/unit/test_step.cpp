@@ -316,10 +316,10 @@ TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and
 
 template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 8, 1, BULK, Packed>;
 template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
-                                                        unsigned blocks) {
+                                                        unsigned blocks, int L = 2) {
     RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
     INFO("format " << (int)layers.format << " groups of " << layers.group << (layers.zeros ? " with zero points" : "") << ", C " << C << " F " << F);
-    const RandomModel m(random, C, F, 2, 1, V, 2, tied, layers, head);
+    const RandomModel m(random, C, F, 2, 1, V, L, tied, layers, head);
     const Place before(random, m, {{pos, 1}});
     Emulated<S, Head> gpu(m, 1, blocks);
     Place place = before;
@@ -354,10 +354,10 @@ TEST_CASE("... and stage by stage, as larger models have it: rows of every numbe
     using Fp8 = StepPacked<PackedFp8, 1>;
     using Int4 = StepPacked<PackedInt4<1>, 1>;
     // In chunks: C 5, F 9; 11 and 38; 13 and 2; 17 and 33.
-    check_packed<LargeOf<Int8>, LargeOf<Fp8>>(int8, fp8, 264, 544, 40, false, 0, 3);
-    check_packed<LargeOf<Fp8>, LargeOf<Int8>>(fp8, int8, 680, 2432, 40, true, 3, 2);
-    check_packed<LargeOf<Int4>, LargeOf<Int8>>(int4, int8, 1544, 136, 40, true, 17, 1);
-    check_packed<LargeOf<Int4, false>, LargeOf<Int8, false>>(int4, int8, 2056, 4104, 24, true, 1, 1);
+    check_packed<LargeOf<Int8>, LargeOf<Fp8>>(int8, fp8, 264, 544, 40, false, 0, 3, 1);
+    check_packed<LargeOf<Fp8>, LargeOf<Int8>>(fp8, int8, 680, 2432, 40, true, 3, 2, 1);
+    check_packed<LargeOf<Int4>, LargeOf<Int8>>(int4, int8, 1544, 136, 40, true, 17, 1, 1);
+    check_packed<LargeOf<Int4, false>, LargeOf<Int8, false>>(int4, int8, 2056, 4104, 24, true, 1, 1, 1);
 }
 
 TEST_CASE("an adapter is packed with its matrix: W + s B A, rounded once") {
