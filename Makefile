@@ -132,7 +132,7 @@ OPT_HOT    = -O2
 # (private: what they need, the shared header among it, is compiled as always.)
 $(B)/cpu/%.o: private OPT = $(OPT_CPU)
 $(B)/text.o $(B)/hot/room.o $(B)/hot/datagen/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
-$(B)/server/%.o: private OPT = $(if $(filter asan,$(SANITIZE)),$(COLD),-O1)
+$(B)/server/%.o: private OPT = $(if $(SANITIZE),$(COLD),-O1)
 $(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
 $(B)/train/room.o: private FLAGS += $(if $(MHD),-DHAVE_MICROHTTPD)
 # Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.

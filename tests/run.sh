@@ -2,11 +2,12 @@
 # Runs suites, JOBS at a time (default 1), and closes with one line that counts their test cases.
 # Usage: tests/run.sh PROGRAM[:SUITE]...   from the repository's root; SUITE is the file of those of its test cases that
 # are meant. NO_GPU=N: N test cases need a GPU and there is none. RUNNER: what programs of another CPU run under.
+# CASES: doctest's option for some of the test cases.
 if [ "$1" = --one ]; then # a suite; what it says comes at once, when it has ended
     program=${3%%:*} suite=${3#"$program"}
     start=$(date +%s)
     name=$(basename "${suite:-$program}" | tr -d :) result=$2/$(echo "$3" | tr / _)
-    filter=${suite:+--source-file=*/$name.cpp}
+    filter="${suite:+--source-file=*/$name.cpp} $CASES"
     out=$($RUNNER "$program" --no-intro=true --no-colors=true $filter 2>&1)
     code=$?
     cases=$($RUNNER "$program" --count --no-skip=true $filter | sed -n 's/.*filters: *//p')

@@ -20,17 +20,20 @@ UNDEFINED  = undefined -fno-sanitize=null$(comma)object-size$(comma)vptr$(comma)
 COVERED    = $(if $(findstring clang,$(CXX)),-fsanitize=fuzzer-no-link)
 SAN        = $(if $(filter asan,$(SANITIZE)),-fsanitize=address$(comma)$(UNDEFINED) -g1) \
              $(if $(filter tsan,$(SANITIZE)),-fsanitize=thread -g1)
-# Sanitized code takes three times as long to compile with -O1 as with -O0, which is for loops over numbers and for
+# clang++ takes three times as long for a sanitized source with -O1 as with -O0: -O1 is for loops over numbers and for
 # the fuzzers' inputs. What the fuzzers reach counts its branches, too.
-ifdef SANITIZE
-COLD       = $(if $(filter asan,$(SANITIZE)),-O0,-O1)
+ifeq ($(SANITIZE),asan)
+COLD       = -O0
 OPT_CPU    = -O1
 OPT_HOT    = -O1
 FUZZED     = base model form search book book/datagen server/api hot hot/datagen
-ifeq ($(SANITIZE),asan)
 $(FUZZED:%=$(B)/%/room.o): private SAN += $(COVERED)
 $(patsubst %,$(B)/%/room.o,base model form) $(T)/double/%.o: private OPT = -O1
 endif
+ifeq ($(SANITIZE),tsan)
+OPT_CPU    = -O2
+OPT_HOT    = -O1
+$(B)/text.o: private OPT = -O2
 endif
 TESTSAN    = $(SAN)
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
@@ -109,12 +112,14 @@ test: $(TESTED) $(SUITE_PROGRAMS) $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
 	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) test SANITIZE=asan NVCC=none
-# (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
+# (The test cases that start ./serve: it alone is instrumented. One thread of OpenMP: ThreadSanitizer does not see how its
+# threads wait for each other.)
 CPU        = $(BUILD)/$(notdir $(firstword $(CXX)))
 tsan:
 	@$(MAKE) NVCC=none $(CPU)/tests/suites_serve
 	@$(MAKE) NVCC=none SANITIZE=tsan ROOMS="$(filter-out cli train,$(ROOMS))" $(CPU)-tsan/serve
-	@SERVE=$(CPU)-tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(CPU)/tests/suites_serve:test_serve
+	@SERVE=$(CPU)-tsan/serve CASES=--test-suite=program OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 \
+	  tests/run.sh $(CPU)/tests/suites_serve:test_serve
 
 # Every header by itself; the order of the rooms.
 headers:
