@@ -2700,18 +2700,6 @@ TEST_CASE("a thousand open streams, and one that reads a byte at a time") {
     CHECK(joined(slow.reply())[0] == same);
 }
 
-// A port that no process uses.
-static int free_port() {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in at = {};
-    at.sin_family = AF_INET, at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t size = sizeof at;
-    REQUIRE(bind(fd, (sockaddr*)&at, size) == 0);
-    REQUIRE(getsockname(fd, (sockaddr*)&at, &size) == 0);
-    close(fd);
-    return ntohs(at.sin_port);
-}
-
 // Its stderr is a pipe without room: it cannot say that it is ready, and so it is loading until someone reads.
 struct Loading {
     int port = free_port(), ends[2];
