@@ -112,6 +112,16 @@ template <class T> void swiglu(T* out, const T* gate_up, int N, int F) {
 // language models", 2021): y += s B_j A_j drop_j(x) in the block of module j. A block has at most one module. The
 // modules lie side by side, width = modules * rank: the rows of A are those of all A_j; the columns of B are those of
 // all s B_j, with zeros in the rows of other blocks. So y += B h with h = A drop(x).
+//
+// DoRA (Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024): each row of W + s B A has a trained length m.
+// y = c u + W (x - drop(x)), u = W drop(x) + B h, c = m / |W + s B A|. So without dropout y = c (W x + s B A x).
+template <class T> struct Dora {
+    bool on = false;
+    const acc<T>* m = nullptr;                     // (out); of a row without a module 0
+    acc<T> *norm = nullptr, *c = nullptr;          // (out) |W + s B A| and c, of a row without a module infinite and 1
+    T* u = nullptr;                                // (N, out) written by the product, read by the backward pass
+    T *off = nullptr, *x = nullptr, *dx = nullptr; // scratch with dropout, (N, out); on a GPU also (N, in) twice
+};
 template <class T> struct Adapter {
     int rank = 0;                     // of a module; 0: no adapter
     int true_rank = 0;                // rank in the file; A_j has zero rows, B_j zero columns from there on
@@ -124,6 +134,7 @@ template <class T> struct Adapter {
     T* h = nullptr;                   // (N, width) written by the product, read by the backward pass
     uint32_t* kept = nullptr;         // on a GPU: the masks of forward, for the backward pass; see DropoutMasks
     const Dropout* dropout = nullptr; // training only
+    Dora<T> dora;
     size_t width() const { return (size_t)modules * rank; }
 };
 template <class T> struct Linear : StoredRows { // model/formats.h: `in`, and numbers that are not stored as T
@@ -132,6 +143,17 @@ template <class T> struct Linear : StoredRows { // model/formats.h: `in`, and nu
     Adapter<T> adapter;
     int out() const { return rows[0] + rows[1] + rows[2]; }
     int first_row(int b) const { return b == 0 ? 0 : b == 1 ? rows[0] : rows[0] + rows[1]; } // first row of block b
+    int module_of(int r) const { // the adapter's module of row r, or -1
+        for (int j = 0; j < adapter.modules; j++)
+            if (const int b = adapter.block[j]; r >= first_row(b) && r < first_row(b) + rows[b]) return j;
+        return -1;
+    }
+    Linear block(int b) const { // its rows alone, without the adapter
+        Linear one = *this;
+        one.w[0] = w[b], one.q[0] = q[b], one.scale[0] = scale[b], one.zero[0] = zero[b], one.type[0] = type[b];
+        one.rows[0] = rows[b], one.rows[1] = one.rows[2] = 0, one.adapter = {};
+        return one;
+    }
     acc<T> at(int r, int i) const { // W[r][i] in any format
         int b = 0;
         while (r >= rows[b]) r -= rows[b++];
@@ -175,12 +197,46 @@ template <class T> void lora_down(T* h, const T* x, const Linear<T>& W, int N) {
         }
 }
 
+// ---- dora_norm: norm[r] = |W[r] + s (B A)[r]|, c[r] = m[r] / norm[r]
+//      norm, c (W.out) of the adapter <- W, its A, B and m; after each change of these
+template <class T> void dora_norm(const Linear<T>& W) {
+    const Adapter<T>& a = W.adapter;
+    #pragma omp parallel for schedule(static)
+    for (int r = 0; r < W.out(); r++) {
+        const int j = W.module_of(r);
+        a.dora.norm[r] = std::numeric_limits<acc<T>>::infinity(), a.dora.c[r] = 1;
+        if (j < 0) continue;
+        std::vector<acc<T>> row(W.in);
+        for (int k = j * a.rank; k < (j + 1) * a.rank; k++) {
+            const acc<T> b = to_acc(a.B[r * a.width() + k]);
+            for (int i = 0; i < W.in; i++) row[i] += b * to_acc(a.A[(size_t)k * W.in + i]);
+        }
+        acc<T> sum = 0;
+        for (int i = 0; i < W.in; i++) row[i] += W.at(r, i), sum += row[i] * row[i];
+        a.dora.norm[r] = std::sqrt(sum), a.dora.c[r] = a.dora.m[r] / a.dora.norm[r];
+    }
+}
+
+// DoRA's y of a row and token, from y = W x + B h. off = W (drop(x) - x).
+template <class T> acc<T> dora_row(const Linear<T>& W, int n, int r, acc<T> y, acc<T> off) {
+    const Dora<T>& d = W.adapter.dora;
+    d.u[(size_t)n * W.out() + r] = to_stored<T>(y + off);
+    return d.c[r] * (y + off) - off;
+}
+
 // x W^T, plus h B^T if W has an adapter. h is rounded to T; the sum of both is rounded once.
 template <class T, class Store> void adapted_product(const Linear<T>& W, const T* x, int N, Store store) {
     const Adapter<T>& a = W.adapter;
     if (a.rank) lora_down(a.h, x, W, N);
     product(W, x, N, [&](int n, int r, acc<T> y) {
         for (size_t i = 0; i < a.width(); i++) y += to_acc(a.B[r * a.width() + i]) * to_acc(a.h[n * a.width() + i]);
+        if (a.dora.on) {
+            const int j = W.module_of(r);
+            acc<T> off = 0;
+            for (int i = 0; i < W.in && a.dropout && j >= 0; i++)
+                off += W.at(r, i) * (dropped(x, W, j, n, i) - to_acc(x[(size_t)n * W.in + i]));
+            y = dora_row(W, n, r, y, off);
+        }
         store(n, r, y);
     });
 }
@@ -515,6 +571,12 @@ template <class T> struct KVCache {
         op(__VA_ARGS__); \
     } while (0)
 
+template <class T> void dora_norm(Context& ctx, const Linear<T>& W) { RUN(dora_norm, W); }
+template <class T> void dora_backward(Context& ctx, T* du, acc<T>* dm, const T* dy, const Linear<T>& W, int N) {
+    if constexpr (HAS_GPU<T>) if (ctx.gpu) return dora_backward_gpu(ctx, du, dm, dy, W, N);
+    dora_backward(du, dm, dy, W, N);
+}
+
 // The layer's MLP, or its experts: s.mid to s.out.
 template <class T>
 void mlp_forward(Context& ctx, const Config& c, const Layer<T>& layer, const Batch& b,
@@ -684,6 +746,7 @@ void rmsnorm_backward(acc<T>* dx, T* rounded, T* out, acc<T>* dw, const T* dout,
 // ---- linear: y = x W^T + sum_j s h_j B_j^T,  h_j = drop_j(x) A_j^T (the sum is the adapter's)
 // dx = dy W + sum_j drop_j(dh_j A_j),  dh_j = dy (s B_j),  dB_j += s dy^T h_j, in the rows of module j's block only.
 // dW and dA have ops of their own, below. Adapter::B holds s B_j, but dB is the gradient of B_j itself.
+// DoRA: dy is dora_backward's du; with dropout dx += sum_j (drop_j(t) - t), t = off W of module j's rows.
 //      dx (N, W.in), dh (N, width), dB (W.out, width) += <- dy (N, W.out)
 template <class T> void linear_backward_input(T* dx, T* dh, acc<T>* dB, const T* dy, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
@@ -704,6 +767,11 @@ template <class T> void linear_backward_input(T* dx, T* dh, acc<T>* dB, const T*
                 sum += drop(a, j, n, (int)i, part);
             }
             for (size_t r = 0; r < out; r++) sum += to_acc(dy[n * out + r]) * W.at((int)r, (int)i);
+            for (size_t r = 0; r < out && a.dora.on && a.dropout; r++)
+                if (const int j = W.module_of((int)r); j >= 0) {
+                    const acc<T> t = to_acc(a.dora.off[n * out + r]) * W.at((int)r, (int)i);
+                    sum += drop(a, j, n, (int)i, t) - t;
+                }
             dx[n * in + i] = to_stored<T>(sum);
         }
     }
@@ -713,6 +781,26 @@ template <class T> void linear_backward_input(T* dx, T* dh, acc<T>* dB, const T*
             for (int i = j * a.rank; i < (j + 1) * a.rank; i++)
                 for (int n = 0; n < N; n++)
                     dB[r * width + i] += a.s * to_acc(dy[n * out + r]) * to_acc(a.h[n * width + i]);
+}
+
+// ---- DoRA: y = c u + W (x - drop(x)), c = m / norm; norm counts as a constant (the paper's section 4.3, and PEFT)
+// du = c dy,  dm += sum_n dy u / norm. For linear_backward_input with dropout: the adapter's off = (c - 1) dy.
+//      du (N, W.out), dm (W.out) += <- dy (N, W.out)
+template <class T> void dora_backward(T* du, acc<T>* dm, const T* dy, const Linear<T>& W, int N) {
+    constexpr int COLUMNS = 64;
+    const Adapter<T>& a = W.adapter;
+    const Dora<T>& d = a.dora;
+    const int out = W.out();
+    #pragma omp parallel for schedule(static)
+    for (int first = 0; first < out; first += COLUMNS)
+        for (int n = 0; n < N; n++)
+            for (int r = first; r < std::min(first + COLUMNS, out); r++) {
+                const size_t at = (size_t)n * out + r;
+                const acc<T> y = to_acc(dy[at]);
+                dm[r] += y * to_acc(d.u[at]) / d.norm[r];
+                du[at] = to_stored<T>(d.c[r] * y);
+                if (a.dropout) d.off[at] = to_stored<T>((d.c[r] - 1) * y);
+            }
 }
 
 // ---- linear_backward_weight: dW += dy^T x
@@ -921,7 +1009,7 @@ void adamw(T* stored, acc<T>* p, acc<T>* m, acc<T>* v, const acc<T>* g, const do
 
 // Gradients of the parameters. A pointer is null if its parameter is not trained.
 template <class T> struct Gradients {
-    struct OfLinear { acc<T> *W = nullptr, *A = nullptr, *B = nullptr; };
+    struct OfLinear { acc<T> *W = nullptr, *A = nullptr, *B = nullptr, *m = nullptr; };
     struct OfLayer {
         acc<T> *norm1 = nullptr, *norm2 = nullptr, *q_norm = nullptr, *k_norm = nullptr;
         OfLinear qkv, o, gate_up, down, router;
@@ -941,6 +1029,7 @@ template <class T> struct Flow {
     T *qkv, *attention;     // (N,(H+2K)D); (N,HD) of attention's output
     acc<T>* delta;          // (N,H) scratch of attention_backward
     T *gate_up, *hidden;    // (N,2F), (N,F); hidden is null on a GPU
+    T* u = nullptr;         // (N, out) of DoRA's u
     T* h;                   // (N, 3 rank) of the h of an adapter; on a GPU of experts (N k, 2 rank)
     acc<T> *logits, *factor; // (head_rows,V), (head_rows) of head_loss; on a GPU logits holds bf16
     acc<T>* parts;   // scratch of head_loss_gpu
@@ -1048,8 +1137,13 @@ template <class T>
 void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b, Activations<T>& a, Flow<T>& d,
               const Gradients<T>& g, KVCache<T>& kv, const acc<T>* rope) {
     const int N = b.N, C = c.C;
+    auto scaled = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) { // dy, or DoRA's du
+        if (!W.adapter.dora.on) return dy;
+        dora_backward(ctx, d.u, to.m, dy, W, N);
+        return (const T*)d.u;
+    };
     auto input_gradient = [&](T* dx, const typename Gradients<T>::OfLinear& to, const T* dy, const Linear<T>& W) {
-        RUN(linear_backward_input, dx, d.h, to.B, dy, W, N);
+        RUN(linear_backward_input, dx, d.h, to.B, scaled(to, dy, W), W, N);
     };
     auto weight_gradients = [&](const typename Gradients<T>::OfLinear& to, const T* dy, const T* x,
                                 const Linear<T>& W) {
@@ -1069,8 +1163,8 @@ void backward(Context& ctx, const Config& c, const Weights<T>& w, const Batch& b
         if (layer.experts.empty()) {
             // out = mid + hidden down^T, hidden = swiglu(gate_up), gate_up = norm2(mid) W^T. s.hidden and s.norm2 are
             // computed again (`ample` kept hidden), before the weight gradients that read them.
-            RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B, d.y,
-                s.gate_up, layer.down, N);
+            RUN(linear_backward_swiglu, d.gate_up, a.ample ? none : s.hidden, d.hidden, d.h, grads.down.B,
+                scaled(grads.down, d.y, layer.down), s.gate_up, layer.down, N);
             weight_gradients(grads.down, d.y, s.hidden, layer.down);
             input_gradient(d.normed, grads.gate_up, d.gate_up, layer.gate_up);
             RUN(rmsnorm_backward, d.x, d.y, s.norm2, grads.norm2, d.normed, s.mid, layer.norm2, N, C, c.eps);
@@ -2620,6 +2714,15 @@ void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, 
 }
 #endif
 
+#endif // __CUDACC__
+#ifdef QWEN3_KERNELS
+#include "model/dora_kernels.h" // DoRA: the product's last step, lengths of rows, gradients
+#endif // QWEN3_KERNELS
+#ifdef __CUDACC__
+inline unsigned blocks_of(size_t threads) { return (unsigned)((threads + 255) / 256); } // of 256
+// u of DoRA, without `off`; and `off` with dropout, whose scratch is returned: else null. made: as product_gpu.
+const bf16* dora_product(Context& ctx, const bf16* x, const Linear<bf16>& W, int N, bool made);
+
 // ---- The product for any number of tokens: x W^T. Up to 16: stream_kernel; the epilogue adds an adapter's h B^T. More
 // tokens, dropout, a wide adapter, or `invariant`: tile_kernel; h and s B are further columns of x and W. made: the
 // dropout masks are computed already. rounded: x as e4m3, or {}.
@@ -2629,6 +2732,12 @@ void product_gpu(Context& ctx, Epilogue epilogue, const bf16* x, const Linear<bf
                  const E4M3Rows& rounded = {}) {
     const int out = Epilogue::PAIR ? W.rows[0] : W.out();
     const Adapter<bf16>& a = W.adapter;
+    if constexpr (Epilogue::ADAPTS)
+        if (a.dora.on) {
+            const bf16* off = dora_product(ctx, x, W, N, made);
+            return launch(ctx, dora_kernel<Epilogue>, blocks_of((size_t)N * out / 4), 256, 0, epilogue, a.dora.u, off,
+                          a.dora.c, N, W.out());
+        }
     if (N <= STREAM_TOKENS && !ctx.invariant) {
         const auto few = [&](auto e) {
             if (!Optional::few(ctx, e, x, nullptr, W, N).blocks)
@@ -2671,6 +2780,34 @@ void norm_product_gpu(Context& ctx, Epilogue epilogue, bf16* normed, const float
 
 // ---- The products of Book I, launched.
 #if COMPILED(PART_LINEAR)
+const bf16* dora_product(Context& ctx, const bf16* x, const Linear<bf16>& W, int N, bool made) {
+    const Adapter<bf16>& a = W.adapter;
+    const int out = W.out();
+    Linear<bf16> lora = W;
+    lora.adapter.dora.on = false;
+    product_gpu(ctx, StoreEpilogue<bf16>(a.dora.u, out), x, lora, N, made);
+    if (!a.dropout) return nullptr;
+    const LoraArgs p(W, N);
+    clear(ctx, a.dora.off, (size_t)N * out);
+    for (int j = 0; j < a.modules; j++) {
+        launch(ctx, dropped_kernel<false>, blocks_of((size_t)N * W.in / 8), 256, 0, a.dora.x, x, p.kept, j, p.scale, N,
+               W.in);
+        product_gpu(ctx, StoreEpilogue<bf16>(a.dora.off + W.first_row(a.block[j]), out), a.dora.x, W.block(a.block[j]),
+                    N);
+    }
+    return a.dora.off;
+}
+void dora_norm_gpu(Context& ctx, const Linear<bf16>& W) {
+    const size_t shared = (size_t)W.adapter.rank * DORA_ROWS * sizeof(float);
+    Optional::weights(ctx, W, [&](const bf16* weights) {
+        for (int b = 0; b < 3 && W.rows[b]; b++) {
+            const int rows = W.rows[b], first = W.first_row(b);
+            if (rows % DORA_ROWS) DIE("DoRA of %d rows: the GPU takes multiples of %d", rows, DORA_ROWS);
+            launch(ctx, dora_norm_kernel, rows / DORA_ROWS, DORA_THREADS, shared, W.adapter, weights, W.in,
+                   W.module_of(first), first);
+        }
+    });
+}
 void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N) {
     product_gpu(ctx, StoreEpilogue<bf16>(out, W.out()), x, W, N);
 }
@@ -3891,6 +4028,15 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* dy, bf16* normed, float
            C, eps);
     launch(ctx, norm_weight_kernel, (C + 31) / 32, 1024, 0, dw, partial, blocks, C);
 }
+void dora_backward_gpu(Context& ctx, bf16* du, float* dm, const bf16* dy, const Linear<bf16>& W, int N) {
+    Dora<bf16> d = W.adapter.dora;
+    if (!W.adapter.dropout) d.off = nullptr;
+    const int out = W.out(), across = (out + 255) / 256;
+    const int most = (int)std::min<size_t>(PARTIAL_BYTES / (out * sizeof(float)), (size_t)(N + 63) / 64);
+    const int splits = std::max(1, std::min(most, 8 * ctx.gpu->sms / across)), each = (N + splits - 1) / splits;
+    launch(ctx, dora_backward_kernel, dim3(across, splits), 256, 0, du, ctx.gpu->partial, dy, d, N, out, each);
+    launch(ctx, norm_weight_kernel, (out + 31) / 32, 1024, 0, dm, ctx.gpu->partial, splits, out);
+}
 #endif
 
 // ---- linear_backward_input: dx = dy W; an adapter's dh = dy (s B), dB += s dy^T h: tile_kernel, operands in columns.
@@ -3956,6 +4102,17 @@ void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, cons
     if (lora.width()) lora_up_backward(ctx, dh, dB, dx, dy, W, N);
     input_product(ctx, dh, dy, W, lora, DropEpilogue(dx, W.in, lora.kept, lora.rank, lora.scale),
                   StoreEpilogue<bf16>(dx, W.in));
+    const Adapter<bf16>& a = W.adapter;
+    for (int j = 0; j < a.modules && a.dora.on && a.dropout; j++) {
+        const Linear<bf16> rows = W.block(a.block[j]);
+        Optional::weights(ctx, rows, [&](const bf16* weights) {
+            TileArgs p = {a.dora.off + W.first_row(a.block[j]), weights, N, rows.out(), W.in};
+            p.ldx = W.out();
+            tile_product<false, true>(ctx, p, StoreEpilogue<bf16>(a.dora.x, W.in));
+        });
+        launch(ctx, dropped_kernel<true>, blocks_of((size_t)N * W.in / 8), 256, 0, dx, a.dora.x, lora.kept, j,
+               lora.scale, N, W.in);
+    }
 }
 #endif
 
@@ -4152,9 +4309,24 @@ template <bool DROPS> struct SwigluBackwardEpilogue : Epilogue {
 };
 
 #if COMPILED(PART_BACKWARD_SWIGLU)
+// swiglu_backward by itself: four numbers a thread.
+__global__ void __launch_bounds__(256)
+swiglu_backward_kernel(SwigluBackwardEpilogue<false> epilogue, const bf16* dout, int N, int F) {
+    let_next_start();
+    wait_for_previous();
+    const size_t i = (size_t)blockIdx.x * 256 + threadIdx.x;
+    const int n = (int)(i / (F / 4)), f = (int)(i % (F / 4)) * 4;
+    if (n < N) epilogue.four(n, f, load_four(dout + (size_t)n * F + f), epilogue.old_four(n, f));
+}
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16*, bf16* dh, float* dB,
                                 const bf16* dy, const bf16* gate_up, const Linear<bf16>& W, int N) {
     const LoraArgs lora(W, N);
+    if (W.adapter.dora.on && lora.dropping) {
+        bf16* const dhidden = W.adapter.dora.dx;
+        linear_backward_input_gpu(ctx, dhidden, dh, dB, dy, W, N);
+        return launch(ctx, swiglu_backward_kernel, blocks_of((size_t)N * W.in / 4), 256, 0,
+                      SwigluBackwardEpilogue<false>(dgate_up, hidden, gate_up, W.in, lora), dhidden, N, W.in);
+    }
     if (lora.width()) lora_up_backward(ctx, dh, dB, dgate_up, dy, W, N);
     input_product(ctx, dh, dy, W, lora, SwigluBackwardEpilogue<true>(dgate_up, hidden, gate_up, W.in, lora),
                   SwigluBackwardEpilogue<false>(dgate_up, hidden, gate_up, W.in, lora));

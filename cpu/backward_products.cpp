@@ -118,7 +118,7 @@ void head_backward_cpu(Context&, T* dnormed, const T* dlogits, size_t ld, const 
 }
 
 // The adapter's part of dx, (N, W.in): sum_j drop_j(dh_j A_j).
-template <class T> static const acc<T>* adapter_backward(const T* dh, const Linear<T>& W, int N) {
+template <class T> static acc<T>* adapter_backward(const T* dh, const Linear<T>& W, int N) {
     const Adapter<T>& a = W.adapter;
     const int in = W.in, rank = a.rank;
     const acc<T> scale = a.dropout ? 1 / (1 - (acc<T>)a.dropout->p) : 1;
@@ -159,9 +159,43 @@ void linear_backward_input_cpu(Context&, T* dx, T* dh, acc<T>* dB, const T* dy, 
         outer_sums(W.rows[a.block[j]], a.rank, N, dy + first, out, 1, a.s,
                    Rows<T>{a.h + column, ld}, B, [&](int r, int i, acc<T> sum) { B(r, i) = sum; });
     }
-    const acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
+    acc<T>* ahead = a.rank ? adapter_backward(dh, W, N) : nullptr;
+    for (int j = 0; j < a.modules && a.dora.on && a.dropout; j++) { // drop_j(t) - t, t rounded to T
+        static thread_local std::vector<T> kept;
+        T* const t = at_least(kept, N * in);
+        const T* off = a.dora.off + W.first_row(a.block[j]);
+        transposed_product_cpu(W.block(a.block[j]), off, out, N, (const acc<T>*)nullptr,
+                               [&](int n, int i, acc<T> sum) { t[n * in + i] = to_stored<T>(sum); });
+        const T* some = dropped_cpu(t, W, j, N);
+        for (size_t i = 0; i < N * in; i++) ahead[i] += to_acc(some[i]) * drop_scale(a) - to_acc(t[i]);
+    }
     transposed_product_cpu(W, dy, out, N, ahead,
                            [&](int n, int i, acc<T> sum) { dx[n * in + i] = to_stored<T>(sum); });
+}
+
+// (Beside the gradients, since B A is a product of their kind.)
+template <class T> void dora_norm_cpu(Context&, const Linear<T>& W) {
+    constexpr int ROWS = 256;
+    const Adapter<T>& a = W.adapter;
+    const Dora<T>& d = a.dora;
+    const size_t in = W.in, ld = a.width();
+    static thread_local std::vector<acc<T>> kept;
+    acc<T>* const sums = at_least(kept, ROWS * in);
+    std::fill_n(d.norm, W.out(), std::numeric_limits<acc<T>>::infinity()), std::fill_n(d.c, W.out(), (acc<T>)1);
+    for (int j = 0; j < a.modules; j++)
+        for (int b = a.block[j], r0 = 0; r0 < W.rows[b]; r0 += ROWS) {
+            const int rows = std::min(ROWS, W.rows[b] - r0), first = W.first_row(b) + r0;
+            outer_sums(rows, W.in, a.rank, a.B + first * ld + j * a.rank, 1, ld, 1, Rows<T>{a.A + j * a.rank * in, in},
+                       FROM_ZERO, [&](int r, int i, acc<T> sum) { sums[r * in + i] = sum; });
+            #pragma omp parallel for schedule(static) if (rows * in > 20000)
+            for (int r = 0; r < rows; r++) {
+                static thread_local std::vector<acc<T>> kept_row;
+                acc<T>*const w = at_least(kept_row, in), sum = 0;
+                WeightRows<T>(W, b, (size_t)(r0 + r)).widen(w, 0, W.in);
+                for (size_t i = 0; i < in; i++) w[i] += sums[r * in + i], sum += w[i] * w[i];
+                d.norm[first + r] = std::sqrt(sum), d.c[first + r] = d.m[first + r] / d.norm[first + r];
+            }
+        }
 }
 
 template <class T>
@@ -188,6 +222,7 @@ void lora_backward_weight_cpu(Context&, acc<T>* dA, const T* dh, const T* x, con
     template void head_backward_cpu(Context&, T*, const T*, size_t, const acc<T>*, const int*, const Linear<T>&, \
                                     int);                                                                        \
     template void linear_backward_input_cpu(Context&, T*, T*, acc<T>*, const T*, const Linear<T>&, int);         \
+    template void dora_norm_cpu(Context&, const Linear<T>&);                                                     \
     template void linear_backward_weight_cpu(Context&, acc<T>*, const T*, size_t, const T*, int, int, int);      \
     template void lora_backward_weight_cpu(Context&, acc<T>*, const T*, const T*, const Linear<T>&, int);
 QWEN3_INSTANCES(INSTANTIATE)

@@ -138,6 +138,9 @@ void rmsnorm_backward_cpu(Context& ctx, acc<T>* dx, T* rounded, T* out, acc<T>* 
 template <class T>
 void linear_backward_input_cpu(Context& ctx, T* dx, T* dh, acc<T>* dB, const T* dy, const Linear<T>& W, int N);
 
+// Lengths of the rows of W + s B A, and DoRA's c
+template <class T> void dora_norm_cpu(Context& ctx, const Linear<T>& W);
+
 // dW += dy^T x
 template <class T>
 void linear_backward_weight_cpu(Context& ctx, acc<T>* dW, const T* dy, size_t ld, const T* x, int N, int out, int in);

@@ -90,11 +90,36 @@ static void product_with_adapters(const Context& ctx, const Linear<T>& W, const 
     });
 }
 
+// W (drop(x) - x) of DoRA's modules, (N, W.out), or null without dropout. The difference is rounded to T.
+template <class T> static const acc<T>* dora_off(const Context& ctx, const T* x, const Linear<T>& W, int N) {
+    const Adapter<T>& a = W.adapter;
+    if (!a.dropout) return nullptr;
+    const size_t out = W.out(), in = W.in;
+    static thread_local std::vector<acc<T>> kept;
+    static thread_local std::vector<T> kept_x;
+    acc<T>* const off = at_least(kept, N * out);
+    T* const less = at_least(kept_x, N * in);
+    std::fill_n(off, N * out, (acc<T>)0);
+    for (int j = 0; j < a.modules; j++) {
+        const T* some = dropped_cpu(x, W, j, N);
+        for (size_t i = 0; i < N * in; i++) less[i] = to_stored<T>(to_acc(some[i]) * drop_scale(a) - to_acc(x[i]));
+        acc<T>* const to = off + W.first_row(a.block[j]);
+        product_cpu(ctx, W.block(a.block[j]), less, N, [=](int n, int r, acc<T> y) { to[n * out + r] = y; });
+    }
+    return off;
+}
+
 template <class T, class Store>
 static void adapted_product_cpu(Context& ctx, const Linear<T>& W, const T* x, int N, Store store) {
+    const auto own = [&](int) { return &W.adapter; };
     if (!W.adapter.rank) return product_cpu(ctx, W, x, N, store);
     lora_down_cpu(ctx, W.adapter.h, x, W, N);
-    product_with_adapters(ctx, W, x, N, [&](int) { return &W.adapter; }, store);
+    if (!W.adapter.dora.on) return product_with_adapters(ctx, W, x, N, own, store);
+    const acc<T>* off = dora_off(ctx, x, W, N);
+    const size_t ld = W.out();
+    product_with_adapters(ctx, W, x, N, own, [&](int n, int r, acc<T> y) {
+        store(n, r, dora_row(W, n, r, y, off ? off[n * ld + r] : 0));
+    });
 }
 
 template <class T> void linear_cpu(Context& ctx, T* out, const T* x, const Linear<T>& W, int N) {

@@ -224,12 +224,16 @@ __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a_at, uint6
                : "memory")
 template <int N, bool B_COLS>
 __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b_at, bool more) {
-    static_assert(N == 64 || N == 128, "a row of columns that somebody needs");
+    static_assert(N == 64 || N == 128 || N == 256, "a row of columns that somebody needs");
     if constexpr (N == 64)
         WGMMA_REGISTERS("64", TEN() TEN(1) TEN(2) "%30,%31", "%32", "%33", "%34", "%35", "%36", "%37", "%38", F8(0));
-    else
+    else if constexpr (N == 128)
         WGMMA_REGISTERS("128", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", "%64", "%65", "%66", "%67",
                         "%68", "%69", "%70", F8(0), F8(8));
+    else
+        WGMMA_REGISTERS("256", TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11)
+                        "%120,%121,%122,%123,%124,%125,%126,%127", "%128", "%129", "%130", "%131", "%132", "%133",
+                        "%134", F8(0), F8(8), F8(16), F8(24));
 }
 // d (64,N) = a (64,32) b (32,N) of e4m3, added to d if `more`: a step has 32 numbers, and as many bytes.
 #define WGMMA_E4M3(n, sums, a, b, add, ...) \
@@ -281,11 +285,22 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
     return v;
 }
+__device__ __forceinline__ float load_shared_float(uint32_t at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
 __device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
 }
 __device__ __forceinline__ void store_shared_half(uint32_t at, uint32_t v) { // its lower 16 bits
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"((uint16_t)v) : "memory");
+}
+// Four matrices of 8 x 8 bf16 in the layout of mma, each transposed: lane 8 m + i has the address of 16 bytes, for
+// column i of matrix m. PTX ISA: stmatrix
+__device__ __forceinline__ void store_transposed(uint32_t at, const uint32_t (&v)[4]) {
+    HOPPER_ASM("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
 __device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");

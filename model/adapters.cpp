@@ -10,6 +10,7 @@ int module_of(const std::string& name) {
 std::string adapter_tensor(const ModuleOf& m, char matrix) {
     std::string name = ModelTensor{(TensorKind)m.kind, m.layer, 0, 0, m.expert}.name();
     name.resize(name.size() - strlen("weight"));
+    if (matrix == 'm') return "base_model.model." + name + "lora_magnitude_vector";
     return format("base_model.model.%slora_%c.weight", name.c_str(), matrix);
 }
 
@@ -52,6 +53,11 @@ static void read_saved(const char* file, sj::Value v, AdapterConfig& a) {
             std::string(v.raw()).c_str());
 }
 
+void check_dora(const char* name, const Config& c, const AdapterConfig& a) {
+    if (a.dora && c.E && (a.targets[GATE_PROJ] || a.targets[UP_PROJ] || a.targets[DOWN_PROJ]))
+        DIE("%s: DoRA of experts is not supported: q, k, v and o_proj alone can have it", name);
+}
+
 // Reads adapter_config.json. As with a model's config, keys that change the computation are read or must be off. An
 // unknown key may change it: it must be off too.
 static AdapterConfig parse_adapter_config(const std::string& file, std::string_view text, const Config& c,
@@ -65,8 +71,8 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     if (j["peft_type"].str() != "LORA")
         DIE("%s: peft_type is %.60s, only \"LORA\" is supported", name,
             j["peft_type"] ? std::string(j["peft_type"].raw()).c_str() : "missing");
-    static const std::set<std::string> read_below = {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules",
-                                                     "init_lora_weights"};
+    static const std::set<std::string> read_below = {"peft_type", "r", "lora_alpha", "use_rslora", "use_dora",
+                                                     "target_modules", "init_lora_weights"};
     static const std::set<std::string> bookkeeping = {
         "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
         "qalora_group_size", "revision", "task_type"};
@@ -97,13 +103,16 @@ static AdapterConfig parse_adapter_config(const std::string& file, std::string_v
     if (!j["lora_alpha"].is(sj::Number)) DIE("%s: no lora_alpha", name);
     a.alpha = j["lora_alpha"].number();
     if (!(std::fabs(a.alpha) < 1e6)) DIE("%s: lora_alpha is not between -1e6 and 1e6", name);
-    const sj::Value rslora = j["use_rslora"], targets = j["target_modules"];
-    if (rslora && !rslora.is_bool()) DIE("%s: use_rslora is not true or false", name);
-    a.rslora = rslora.boolean(false);
+    const sj::Value targets = j["target_modules"];
+    for (auto [key, to] : {std::pair("use_rslora", &a.rslora), {"use_dora", &a.dora}}) {
+        if (j[key] && !j[key].is_bool()) DIE("%s: %s is not true or false", name, key);
+        *to = j[key].boolean(false);
+    }
     if (targets.str() == "all-linear") std::fill(a.targets, a.targets + MODULES, true);
     else if (!targets.is(sj::Array) || targets.size() == 0)
         DIE("%s: target_modules is neither a list of modules nor \"all-linear\"", name);
     else read_targets(name, targets, c, a);
+    check_dora(name, c, a);
     return a;
 }
 
@@ -123,7 +132,8 @@ std::string adapter_config_json(const AdapterConfig& a, double dropout, const st
     w.key("target_modules").array();
     for (int m = 0; m < MODULES; m++)
         if (a.targets[m]) w.value(module_name(m));
-    w.end().field("task_type", scores ? "SEQ_CLS" : "CAUSAL_LM").field("use_dora", false).field("use_rslora", a.rslora).end();
+    w.end().field("task_type", scores ? "SEQ_CLS" : "CAUSAL_LM").field("use_dora", a.dora);
+    w.field("use_rslora", a.rslora).end();
     return w.text + "\n";
 }
 
@@ -144,7 +154,7 @@ std::vector<ModelTensor> saved_tensors(const Config& c, const AdapterConfig& a) 
 size_t adapter_parameters(const Config& c, const AdapterConfig& a) {
     size_t n = 0;
     for (const ModelTensor& t : saved_tensors(c, a)) n += t.size();
-    for (const ModelTensor& t : targeted(c, a)) n += a.rank * ((size_t)t.rows + t.columns);
+    for (const ModelTensor& t : targeted(c, a)) n += a.rank * ((size_t)t.rows + t.columns) + (a.dora ? t.rows : 0);
     return n;
 }
 
@@ -180,9 +190,12 @@ AdapterFile::AdapterFile(const std::string& folder, const Config& c, bool copied
     name_as_usual();
     std::set<std::string> expected;
     for (const ModelTensor& t : targeted(c, config))
-        for (char matrix : {'A', 'B'}) {
+        for (char matrix : {'A', 'B', 'm'}) {
+            if (matrix == 'm' && !config.dora) continue;
             const std::string name = adapter_tensor(t, matrix);
-            check(name, matrix == 'A' ? Shape{config.rank, t.columns} : Shape{t.rows, config.rank});
+            check(name, matrix == 'A'   ? Shape{config.rank, t.columns}
+                        : matrix == 'B' ? Shape{t.rows, config.rank}
+                                        : Shape{t.rows});
             expected.insert(name);
         }
     for (const ModelTensor& t : saved_tensors(c, config))
@@ -225,6 +238,6 @@ void AdapterFile::check(const std::string& name, const Shape& shape) const {
     const Tensor& t = found->second;
     need_shape(name, t, shape);
     if (!t.is_float()) DIE("%s: tensor %s is not BF16, F16 or F32", file, name.c_str());
-    for (size_t i = 0; i < (size_t)(shape[0] * shape[1]); i++)
+    for (size_t i = 0; i < count_of(shape); i++)
         if (!std::isfinite(number(t, i))) DIE("%s: tensor %s has an infinity or a NaN", file, name.c_str());
 }

@@ -12,6 +12,7 @@ struct AdapterConfig {
     int rank = 0;
     double alpha = 0;
     bool rslora = false; // Kalajdzievski, "A rank stabilization scaling factor for fine-tuning with LoRA", 2023
+    bool dora = false;   // Liu et al., "DoRA: weight-decomposed low-rank adaptation", 2024
     bool targets[MODULES] = {};
     bool embed = false, head = false; // PEFT's modules_to_save: whole matrices in place of the model's
     bool saves() const { return embed || head; }
@@ -38,6 +39,9 @@ std::string adapter_config_json(const AdapterConfig& a, double dropout, const st
 // The head of a reward model (1,C): PEFT's name of Qwen3ForSequenceClassification's.
 inline constexpr const char* SCORE_TENSOR = "base_model.model.score.weight";
 
+// Throws Error if the adapter is DoRA's, of experts. name: for the message.
+void check_dora(const char* name, const Config& c, const AdapterConfig& a);
+
 // The model's matrices that the adapter is for, in the model's order.
 std::vector<ModelTensor> targeted(const Config& c, const AdapterConfig& a);
 size_t adapter_parameters(const Config& c, const AdapterConfig& a); // with the saved matrices
@@ -52,7 +56,7 @@ template <class T> Linear<T> saved_linear(const ModelTensor& t, const T* numbers
     linear.w[0] = numbers, linear.rows[0] = t.rows, linear.in = t.columns;
     return linear;
 }
-// PEFT's name of a module's A (rank, in) or B (out, rank).
+// PEFT's name of a module's A (rank, in), B (out, rank) or DoRA's m (out).
 std::string adapter_tensor(const ModuleOf& m, char matrix);
 inline std::string adapter_tensor(int layer, int kind, char matrix) {
     return adapter_tensor({layer, kind, -1}, matrix);
@@ -93,7 +97,7 @@ template <class Model> int adapt(Model& w, const AdapterConfig& config, int step
     auto give = [&](const ModuleOf& m) {
         const auto place = place_of(w.layers[m.layer], (TensorKind)m.kind, m.expert);
         auto& a = place.linear->adapter;
-        a.rank = rank, a.true_rank = config.rank, a.s = (float)config.scale();
+        a.rank = rank, a.true_rank = config.rank, a.s = (float)config.scale(), a.dora.on = config.dora;
         a.block[a.modules] = place.block, a.module[a.modules++] = module_number(m, layers);
     };
     for (int l = 0; l < layers; l++)
@@ -106,11 +110,11 @@ template <class Model> int adapt(Model& w, const AdapterConfig& config, int step
     return rank;
 }
 
-// All numbers of an adapter are one array: the A of each product in the model's order, then the B of each. This is
-// where a product's A and B begin in it, and where its h begins within the h of one token. (Experts share one h, since
-// each is done with it before the next begins.)
-struct AdapterPlace { size_t A = 0, B = 0, h = 0; };
-// Calls f(linear, place) for each product that has an adapter. Returns where the last A, B and h end.
+// All numbers of an adapter are one array: the A of each product in the model's order, the B of each, then the m of
+// each. This is where a product's A, B and m begin in it, and where its h and u begin within those of one token.
+// (Experts share one h, since each is done with it before the next begins.)
+struct AdapterPlace { size_t A = 0, B = 0, m = 0, h = 0, u = 0; };
+// Calls f(linear, place) for each product that has an adapter. Returns where the last of each end.
 template <class Model, class F> AdapterPlace each_adapter(Model& w, F f) {
     AdapterPlace at;
     auto each_linear = [&](auto g) {
@@ -121,12 +125,14 @@ template <class Model, class F> AdapterPlace each_adapter(Model& w, F f) {
             });
     };
     each_linear([&](auto& linear, size_t width, bool shared) {
-        at.B += width * linear.in;
+        at.B += width * linear.in, at.m += width * (linear.in + linear.out());
         if (shared) at.h = std::max(at.h, width);
     });
     each_linear([&](auto& linear, size_t width, bool shared) {
-        f(linear, AdapterPlace{at.A, at.B, shared ? 0 : at.h});
+        const size_t rows = linear.adapter.dora.on ? linear.out() : 0;
+        f(linear, AdapterPlace{at.A, at.B, at.m, shared ? 0 : at.h, at.u});
         at.A += width * linear.in, at.B += width * linear.out(), at.h += shared ? 0 : width;
+        at.m += rows, at.u += rows;
     });
     return at;
 }
@@ -143,13 +149,14 @@ template <class Model, class F> void each_adapter_tensor(Model& w, F f) {
             const size_t row = linear.first_row(b);
             f(adapter_tensor(m, 'A'), kept, in, at.A + j * rank * in, in);
             f(adapter_tensor(m, 'B'), (size_t)linear.rows[b], kept, at.B + row * width + j * rank, width);
+            if (a.dora.on) f(adapter_tensor(m, 'm'), 1, (size_t)linear.rows[b], at.m + row, (size_t)linear.rows[b]);
         }
     });
 }
 
 // The file's numbers as that array (B without s).
 template <class Model> std::vector<float> adapter_numbers(Model& w, const AdapterFile& file) {
-    std::vector<float> p(each_adapter(w, [](auto&, AdapterPlace) {}).B);
+    std::vector<float> p(each_adapter(w, [](auto&, AdapterPlace) {}).m);
     each_adapter_tensor(w, [&](const std::string& name, size_t rows, size_t columns, size_t at, size_t stride) {
         const Tensor& t = file.tensors.at(name);
         for (size_t r = 0; r < rows; r++)
@@ -166,23 +173,31 @@ template <class T> struct AttachedAdapter {
         if (!std::is_same_v<Model, Weights<T>> && file.config.saves())
             DIE("%s: it has its own embedding or head (modules_to_save): one model's adapters share these; name it in "
                 "--adapter alone, or merge it", file.path.c_str());
+        if (!std::is_same_v<Model, Weights<T>> && file.config.dora)
+            DIE("%s: DoRA (use_dora) beside other adapters; name it in --adapter alone, or merge it",
+                file.path.c_str());
         const int rank = adapt(w, file.config, ctx.gpu ? GPU_RANK_STEP : 1);
         for (auto& layer : w.layers)
             if (ctx.gpu && !layer.experts.empty() &&
                 (layer.experts[0].gate_up.adapter.rank || layer.experts[0].down.adapter.rank))
                 DIE("%s: adapters of experts run on the CPU only", file.path.c_str());
         const std::vector<float> p = adapter_numbers(w, file);
-        const size_t A = each_adapter(w, [](Linear<T>&, AdapterPlace) {}).A; // numbers of all A
+        const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
+        size_t rows = 0; // of the product with the most
+        each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { rows = std::max(rows, (size_t)linear.out()); });
         const float s = (float)file.config.scale();
         std::vector<T> stored(p.size());
-        for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < A ? p[i] : p[i] * s);
+        for (size_t i = 0; i < p.size(); i++) stored[i] = to_stored<T>(i < end.A ? p[i] : p[i] * s);
         size_t all = 0; // numbers of saved matrices
         for (const ModelTensor& t : file.saved()) all += t.size();
         arena.gpu = ctx.gpu != nullptr;
-        T *numbers, *h, *saved; // one h for all products: without training it is not read again
+        T *numbers, *h, *u, *saved; // one h and u for all products: without training they are not read again
+        acc<T>*m, *norm, *c;
         auto plan = [&] {
             numbers = arena.take<T>(p.size()), h = arena.take<T>((size_t)tokens * 3 * rank);
             saved = arena.take<T>(all);
+            u = arena.take<T>(end.u ? tokens * rows : 0);
+            for (acc<T>** of : {&m, &norm, &c}) *of = arena.take<acc<T>>(end.u);
         };
         plan();
         arena.allocate("the adapter");
@@ -191,7 +206,13 @@ template <class T> struct AttachedAdapter {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
             Adapter<T>& a = linear.adapter;
             a.A = numbers + at.A, a.B = numbers + at.B, a.h = h;
+            if (!a.dora.on) return;
+            const std::vector<acc<T>> lengths(&p[at.m], &p[at.m] + linear.out());
+            copy_in(ctx, m + at.u, lengths.data(), lengths.size());
+            a.dora.m = m + at.u, a.dora.norm = norm + at.u, a.dora.c = c + at.u, a.dora.u = u;
+            dora_norm(ctx, linear);
         });
+        if (acc<T> one; end.u) copy_out(ctx, &one, c, 1); // other streams read c, too: waits for this one
         if constexpr (std::is_same_v<Model, Weights<T>>)
             for (const ModelTensor& t : file.saved()) {
                 const Tensor& from = file.tensors.at(saved_name(t));

@@ -359,6 +359,8 @@ GgufWritten write_gguf_adapter(const AdapterFile& adapter, const Config& c, cons
     if (adapter.config.saves())
         DIE("%s: its own embedding or head (modules_to_save) has no place in a GGUF adapter; merge it",
             adapter.path.c_str());
+    if (adapter.config.dora)
+        DIE("%s: DoRA (use_dora) has no place in a GGUF adapter; merge it", adapter.path.c_str());
     for (const ModelTensor& m : targeted(c, adapter.config))
         for (const char matrix : {'A', 'B'}) {
             if (m.expert >= 0) DIE("%s: an adapter of experts is not written as GGUF", adapter.path.c_str());

@@ -89,6 +89,7 @@ void rmsnorm_gpu(Context& ctx, bf16* out, const float* x, const bf16* w, int N, 
 // h of W's adapter. made: its dropout masks are already computed.
 void lora_down_gpu(Context& ctx, bf16* h, const bf16* x, const Linear<bf16>& W, int N, bool made = false);
 void linear_gpu(Context& ctx, bf16* out, const bf16* x, const Linear<bf16>& W, int N);
+void dora_norm_gpu(Context& ctx, const Linear<bf16>& W);
 // rounded: x, if that is already stored as e4m3.
 void linear_add_gpu(Context& ctx, float* out, const float* residual, const bf16* x, const Linear<bf16>& W, int N,
                     const E4M3Rows& rounded = {});
@@ -135,6 +136,7 @@ void rmsnorm_backward_gpu(Context& ctx, float* dx, bf16* rounded, bf16* out, flo
                           const float* x, const bf16* w, int N, int C, float eps);
 void linear_backward_input_gpu(Context& ctx, bf16* dx, bf16* dh, float* dB, const bf16* dy, const Linear<bf16>& W,
                                int N);
+void dora_backward_gpu(Context& ctx, bf16* du, float* dm, const bf16* dy, const Linear<bf16>& W, int N);
 void linear_backward_weight_gpu(Context& ctx, float* dW, const bf16* dy, size_t ld, const bf16* x, int N, int out,
                                 int in);
 void linear_backward_swiglu_gpu(Context& ctx, bf16* dgate_up, bf16* hidden, bf16* dhidden, bf16* dh, float* dB,

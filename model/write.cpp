@@ -22,11 +22,13 @@ Tensors readable_tensors(const ModelFile& file) {
     return all;
 }
 
-// Writes W + s B A, computed in float32 and rounded once, to the type of W (if W is quantised: to bf16).
+// Writes W + s B A, with DoRA its rows at length m, computed in float32 and rounded once, to the type of W (if W is
+// quantised: to bf16).
 static void write_merged_matrix(OutputFile& out, const std::string& name,
                          const Tensor& W, // (rows, in)
                          const Tensor& A, // (rank, in)
                          const Tensor& B, // (rows, rank)
+                         const Tensor* m, // (rows), or null
                          float s) {
     const int64_t rows = W.shape[0], in = W.shape[1], rank = A.shape[0];
     std::vector<float> a((size_t)(rank * in)), merged((size_t)(rows * in));
@@ -46,6 +48,12 @@ static void write_merged_matrix(OutputFile& out, const std::string& name,
                 x = numbers[r * Tile::COLUMNS + k] + s * x;
             }
     });
+    for (int64_t r = 0; r < rows && m; r++) {
+        float *row = &merged[(size_t)(r * in)], sum = 0;
+        for (int64_t i = 0; i < in; i++) sum += row[i] * row[i];
+        const float c = number(*m, (size_t)r) / std::sqrt(sum);
+        for (int64_t i = 0; i < in; i++) row[i] *= c;
+    }
     if (W.is_quantized() && !std::all_of(merged.begin(), merged.end(), [](float x) { return std::isfinite(x); }))
         DIE("%s: tensor %s has an infinity or a NaN", W.file.c_str(), name.c_str());
     if (W.dtype == Dtype::F32) return out.write(merged.data(), merged.size() * 4);
@@ -144,8 +152,9 @@ void write_merged(const ModelFile& file, const AdapterFile& adapter, const std::
         const char* dtype = written_type(name, W);
         const Tensor& A = adapter.tensors.at(adapter_tensor(at->second, 'A'));
         const Tensor& B = adapter.tensors.at(adapter_tensor(at->second, 'B'));
-        tensors.push_back({name, dtype, W.shape, [&, s = (float)adapter.config.scale()](OutputFile& out) {
-            write_merged_matrix(out, name, W, A, B, s);
+        const Tensor* m = adapter.config.dora ? &adapter.tensors.at(adapter_tensor(at->second, 'm')) : nullptr;
+        tensors.push_back({name, dtype, W.shape, [&, m, s = (float)adapter.config.scale()](OutputFile& out) {
+            write_merged_matrix(out, name, W, A, B, m, s);
         }});
     }
     const bool one_file = path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;

@@ -15,12 +15,9 @@ inline const Json& bf16_fixture() {
     return once;
 }
 
-template <class T>
-Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model = "tests/fixtures/tiny/model.bin") {
+inline void write_fixture_rows(const std::string& path) {
     const Json& fixture = bf16_fixture();
-    const ModelFile file(model);
-    Scratch scratch;
-    DatasetWriter writer(scratch / "rows.bin", 0, 0);
+    DatasetWriter writer(path, 0, 0);
     for (size_t row = 0; row < fixture["ids"].size(); row++) {
         std::vector<uint32_t> words;
         for (size_t i = 0; i < fixture["ids"][row].size(); i++)
@@ -28,6 +25,13 @@ Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model
         writer.add(words);
     }
     writer.commit();
+}
+
+template <class T>
+Tensor64 whole_gradients(const Context& ctx, bool full, const std::string& model = "tests/fixtures/tiny/model.bin") {
+    const ModelFile file(model);
+    Scratch scratch;
+    write_fixture_rows(scratch / "rows.bin");
     const Dataset data(scratch / "rows.bin");
     TrainOptions o;
     o.dropout = 0;

@@ -175,6 +175,7 @@ EVERY      = tests/gpu/every.cu
 NOTES      = tests/gpu/test_notes.cpp tests/bench/bench_notes.cu
 LAB_FILES  = $(LABS:%=%.cu)
 CALLERS    = $(filter-out tests/gpu/test_gpu_backward.cpp $(NOTES),$(wildcard tests/gpu/test_*.cpp)) \
+             tests/bench/bench_packed.cu \
              $(if $(wildcard $(dir $(HAVE_NVCC))../include/cublas_v2.h),tests/bench/bench_gpu.cu tests/bench/bench_fp8.cu)
 # All without optimising where nvcc can (13), in a quarter of the time; sm_89 from the PTX of sm_80, since none of our
 # code distinguishes them. (ptxas then says C7520 of each wgmma: without inlining they wait for each other.) Attention's

@@ -1,5 +1,7 @@
 // Shared by the trainer's suites: names of programs, and gradients beside others'.
 #pragma once
+#include "model/distillation.h"
+#include "model/session.h"
 #include "tests/process.h"
 #include "train/trainer.h"
 #include <chrono>
@@ -12,17 +14,36 @@
 inline const char* program(const char* variable, const char* otherwise) {
     return getenv(variable) ? getenv(variable) : otherwise;
 }
-// train_lora (TRAIN_LORA, else the program here) with the small fixtures' vocabulary, on one thread.
-inline Process start_training(const Strings& arguments) {
-    const Strings more = {"-z", "tests/fixtures/tiny/tokenizer.bin", "-j", "1"};
-    return Process(program("TRAIN_LORA", "./train_lora"), arguments + more, "",
-                   [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
+// A program whose threads sleep while they wait: those that spin starve each other on a busy machine.
+inline Process start_program(const char* name, const Strings& arguments) {
+    return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
 }
-inline Result train(const Strings& arguments) {
-    const Result r = start_training(arguments).wait();
+// ... to its end, which must be without a fault.
+inline Result must(const char* name, const Strings& arguments) {
+    const Result r = start_program(name, arguments).wait();
     INFO(r.err);
     REQUIRE(r.status == 0);
     return r;
+}
+// train_lora (TRAIN_LORA, else the program here) with the small fixtures' vocabulary, on one thread.
+inline const char* trainer() { return program("TRAIN_LORA", "./train_lora"); }
+inline const Strings TINY_ON_ONE_THREAD = {"-z", "tests/fixtures/tiny/tokenizer.bin", "-j", "1"};
+inline Process start_training(const Strings& arguments) { return start_program(trainer(), arguments + TINY_ON_ONE_THREAD); }
+inline Result train(const Strings& arguments) { return must(trainer(), arguments + TINY_ON_ONE_THREAD); }
+inline std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
+// The mean loss of a dataset's answers, by sessions.
+inline double session_loss(const Config& c, const Weights<float>& weights, const Dataset& data) {
+    double sum = 0;
+    for (size_t i = 0; i < data.rows(); i++) {
+        Session<float> session(c, weights, 64, Context());
+        std::vector<int> ids;
+        for (uint32_t word : data.row(i)) ids.push_back((int)(word & ~TRAIN));
+        size_t at = 0;
+        session.feed(ids, nullptr, [&](const float* row) {
+            if (++at < ids.size() && data.row(i).first[at] & TRAIN) sum += log_sum(row, c.V, 1.f) - row[ids[at]];
+        });
+    }
+    return sum / (double)data.trained();
 }
 // Interrupts a run that writes to `folder` once its log has this step.
 inline void interrupt_at_step(int step, Process& p, const std::string& folder) {

@@ -51,7 +51,9 @@ template <class T> void Trainer<T>::write_result(const std::string& folder, size
         auto write = [&numbers, rows, columns, at, stride](OutputFile& out) {
             for (size_t r = 0; r < rows; r++) out.write(&numbers[at + r * stride], columns * sizeof(A));
         };
-        tensors.push_back({name, "F32", {(int64_t)rows, (int64_t)columns}, write});
+        Shape shape = {(int64_t)rows, (int64_t)columns};
+        if (ends_in(name, "_vector")) shape = {(int64_t)columns};
+        tensors.push_back({name, "F32", shape, write});
     });
     params.each_saved([&](const ModelTensor& t, size_t at) {
         tensors.push_back({saved_name(t), "F32", t.shape(), [&numbers, at, n = t.size()](OutputFile& out) {
@@ -74,7 +76,9 @@ std::string describe_run(const TrainOptions& o, const ModelFile& file, const Dat
     sj::Writer w;
     w.object().field("model", hex(file.hash())).field("dataset", hex(fnv1a(data.file.data, data.file.size)));
     w.field("dtype", type).field("full", o.full).field("rank", o.lora.rank).field("alpha", o.lora.alpha);
-    w.field("rslora", o.lora.rslora).key("targets").array();
+    w.field("rslora", o.lora.rslora);
+    if (o.lora.dora && !o.full) w.field("dora", true);
+    w.key("targets").array();
     for (bool target : o.lora.targets) w.value(target);
     w.end().field("dropout", (double)o.dropout).field("lr", o.lr).field("weight-decay", o.weight_decay);
     w.field("warmup", o.warmup).field("clip", o.clip).field("schedule", o.schedule).field("steps", steps);
@@ -230,6 +234,7 @@ template <class T> void Trainer<T>::read_state(const std::string& path, double& 
         params.keep(to, numbers);
         if (to == params.p) params.give_copies(params.stored, numbers);
     }
+    params.find_norms();
 }
 
 #define INSTANTIATE(T) \

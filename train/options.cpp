@@ -67,6 +67,7 @@ static std::vector<Option> option_table(TrainOptions& o) {
         {"", "--alpha", "X", "LoRA scale: adds alpha / rank times the adapter (default 2 x rank)",
          lora(number(o.lora.alpha, 1e-6, 1e6))},
         {"", "--rslora", "", "... alpha / sqrt(rank) times (default: off)", lora(flag(o.lora.rslora))},
+        {"", "--dora", "", "DoRA: train the length of each row of the adapted matrices, too", lora(flag(o.lora.dora))},
         {"", "--targets", "LIST", "adapted matrices: all (default), or some of q,k,v,o,gate,up,down", lora(targets)},
         {"", "--modules-to-save", "LIST", "matrices to train as a whole beside LoRA: some of embed_tokens,lm_head\n"
          "(default: none)", lora(saved)},

@@ -12,9 +12,10 @@
 template <class T> void Parameters<T>::measure() {
     if (!o.full) {
         const AdapterPlace end = each_adapter(w, [](Linear<T>&, AdapterPlace) {});
-        count = end.B;
+        count = end.m;
         segments = {{0, end.A, o.weight_decay, 1},
                     {end.A, end.B - end.A, o.weight_decay, (float)o.lora.scale(), o.loraplus}};
+        if (o.lora.dora) segments.push_back({end.B, end.m - end.B, o.weight_decay, 1, o.loraplus});
         saved = count;
         each_saved([&](const ModelTensor& t, size_t) { count += t.size(); });
         if (count > saved) segments.push_back({saved, count - saved, o.weight_decay, 1});
@@ -100,7 +101,7 @@ template <class T> void Parameters<T>::begin(T* first_stored) {
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
             const Adapter<T>& adapter = linear.adapter;
             auto& to = gradient_of_module(module_numbered(adapter.module[0], c.L));
-            to.A = gradient + at.A, to.B = gradient + at.B;
+            to.A = gradient + at.A, to.B = gradient + at.B, to.m = gradient + at.m;
         });
         each_saved([&](const ModelTensor& t, size_t at) { gradient_of(t) = gradient + at; });
     }
@@ -119,9 +120,27 @@ template <class T> void Parameters<T>::use(T* copies) {
     if (o.full) each_tensor([&](const ModelTensor& t, size_t at) { place_of(w, t).numbers() = copies + at; });
     else each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
         linear.adapter.A = copies + at.A, linear.adapter.B = copies + at.B;
+        linear.adapter.dora.m = copies == stored ? p + at.m : first_m + at.u;
     });
     each_saved([&](const ModelTensor& t, size_t at) { saved_in(w, t) = saved_linear<T>(t, copies + at); });
     if (o.full && c.tied) w.head = w.embed;
+}
+
+template <class T> void Parameters<T>::find_norms() {
+    if (!o.full && o.lora.dora) each_adapter(w, [&](Linear<T>& linear, AdapterPlace) { dora_norm(ctx, linear); });
+}
+template <class T> void Parameters<T>::begin_dora() {
+    if (o.full || !o.lora.dora) return;
+    find_norms();
+    each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
+        std::vector<A> lengths(linear.out());
+        copy_out(ctx, lengths.data(), o.adapter_init.empty() ? linear.adapter.dora.norm : p + at.m, lengths.size());
+        for (size_t r = 0; r < lengths.size(); r++)
+            if (linear.module_of((int)r) < 0) lengths[r] = 0;
+        copy_in(ctx, p + at.m, lengths.data(), lengths.size());
+        if (first_m) copy_in(ctx, first_m + at.u, lengths.data(), lengths.size());
+    });
+    find_norms();
 }
 
 // ---- Places
@@ -181,6 +200,7 @@ template <class T> void Parameters<T>::divide() {
         const int layer = module_numbered(linear.adapter.module[0], c.L).layer;
         is_in(at.A, linear.adapter.width() * linear.in, layer);
         is_in(at.B, linear.adapter.width() * linear.out(), layer);
+        if (linear.adapter.dora.on) is_in(at.m, linear.out(), layer);
     });
     each_saved([&](const ModelTensor& t, size_t at) { is_in(at, t.size(), -1); });
     if (o.scores()) is_in(score, (size_t)c.C, -1);
@@ -256,6 +276,7 @@ template <class T> void Parameters<T>::update(const double* norm, double lr, int
             RUN(adamw, stored + from, p + at, m + at, v + at, own_gradient + at, norm, to - from, how);
         });
     }
+    find_norms();
     const T* mine = stored + ranks.rank * buckets.piece;
     if (sharded()) gather(stored, [&](size_t b) { return mine + b * buckets.bucket; });
 }

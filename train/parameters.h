@@ -30,6 +30,10 @@ template <class T> struct Parameters {
     // The first parameters: an adapter's initialised as in PEFT (A uniform in +-1 / sqrt(in), B zero), or read from a
     // file; with --full the model's own. first_stored: receives copies too, or is null.
     void begin(T* first_stored);
+    // With DoRA, once the adapters have their memory: the first m, the lengths of W's rows, unless a file has it; norm
+    // and c. Then these again, of other parameters.
+    void begin_dora();
+    void find_norms();
 
     // ---- Trained parameters: one array of numbers, cut into segments with the same AdamW settings.
     struct Segment { size_t first, n; double decay; float copy; double rate = 1; }; // rate: times the learning rate
@@ -40,6 +44,7 @@ template <class T> struct Parameters {
     int rank = 0;            // of adapters in this layout
     A *p, *m, *v;            // (own) master parameters, AdamW's moments
     Moments8 moments;        // (own) ... in 8 bits, with --moments 8
+    A* first_m = nullptr;    // DoRA's first m, for first_stored
     A *gradient;             // (padded) of this rank's rows, then of all ranks'
     A *own_gradient;         // (own) of all ranks' rows
     T* stored;               // (padded) the products' operands: the parameters as T, those of B times s

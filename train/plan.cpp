@@ -18,6 +18,9 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     h = arena.take<T>(o.full ? 0 : (size_t)N * each_adapter(w, [](Linear<T>&, AdapterPlace) {}).h);
     expert_h = arena.take<T>(ctx.gpu && adapts_experts() ? (size_t)N * c.k * 2 * params.rank : 0);
     kept = arena.take<uint32_t>(ctx.gpu && o.dropout > 0 ? each_kept([](Linear<T>&, size_t) {}) : 0);
+    const size_t dora = dora_rows();
+    u = arena.take<T>((size_t)N * (o.recompute ? dora / c.L : dora));
+    dora_norms = arena.take<A>(2 * dora);
     const size_t scratch = arena.used;
     a.plan_training(arena, c, N, o.recompute, ample, (bool)ctx.gpu);
     kv.plan(arena, c, (size_t)N / PAGE + loader.sequences(), !ample);
@@ -27,6 +30,10 @@ template <class T> std::vector<typename Trainer<T>::Part> Trainer<T>::plan() {
     const int rows = std::min(halves ? (N + 1) / 2 * 2 : N, ctx.gpu ? gpu_head_rows(o.full || o.lora.head) : HEAD_ROWS);
     d.plan(arena, c, N, params.rank, rows, (bool)ctx.gpu);
     d.head_rows = halves ? rows / 2 : rows;
+    const size_t out = std::max((c.H + 2 * c.K) * c.D, 2 * c.F), in = std::max({c.C, c.H * c.D, c.F});
+    d.u = arena.take<T>(dora ? N * out : 0);
+    dora_off = arena.take<T>(dora && o.dropout > 0 ? N * out : 0);
+    dora_x = arena.take<T>(dora && o.dropout > 0 && ctx.gpu ? 2 * N * in : 0);
     part("their gradients, logits", before), before = arena.used;
     if (answers()) plan_answers(scratch); // before all that must outlive an answer
     if (arena.used > before) part("answers", before), before = arena.used;
@@ -95,7 +102,7 @@ template <class T> void Trainer<T>::plan_answers(size_t scratch) {
     arena.used = std::max(arena.used, end);
     if (!o.grpo) return;
     by = arena.take<A>(loader.most_tokens), norm = arena.take<T>(c.C);
-    if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count);
+    if (o.rl.kl_beta > 0) first_stored = arena.take<T>(params.count), params.first_m = arena.take<A>(dora_rows());
 }
 
 // Calls f(linear, at) for each product that has an adapter: the place of its DropoutMasks. With --recompute all layers
@@ -116,9 +123,15 @@ template <class T> size_t Trainer<T>::each_kept(const std::function<void(Linear<
 // Points the adapters at their h and masks.
 template <class T> void Trainer<T>::fill() {
     if (!o.full) {
+        const size_t all = dora_rows();
         each_adapter(w, [&](Linear<T>& linear, AdapterPlace at) {
             const bool of_expert = module_numbered(linear.adapter.module[0], c.L).expert >= 0;
             linear.adapter.h = ctx.gpu && of_expert ? expert_h : h + at.h * loader.most_tokens;
+            Dora<T>& dora = linear.adapter.dora;
+            const size_t layer = all / c.L, in = std::max({c.C, c.H * c.D, c.F});
+            dora.norm = dora_norms + at.u, dora.c = dora_norms + all + at.u, dora.off = dora_off;
+            dora.u = u + (o.recompute && all ? at.u % layer : at.u) * loader.most_tokens;
+            dora.x = dora_x, dora.dx = dora_x + loader.most_tokens * in;
         });
         each_kept([&](Linear<T>& linear, size_t at) { linear.adapter.kept = kept + at; });
     }

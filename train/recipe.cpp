@@ -122,7 +122,7 @@ const char* const WITHOUT_EFFECT[] = {
 
 // Keys that may have only their default value.
 const struct { const char *key, *value, *why; } FIXED[] = {
-    {"use_dora", "false", "DoRA is not implemented"}, {"pissa_init", "false", "not implemented"},
+    {"pissa_init", "false", "not implemented"},
     {"use_galore", "false", "not implemented"}, {"use_apollo", "false", "not implemented"},
     {"use_badam", "false", "not implemented"}, {"use_muon", "false", "not implemented"},
     {"use_adam_mini", "false", "not implemented"}, {"use_llama_pro", "false", "not implemented"},
@@ -176,6 +176,7 @@ struct Translation {
         if (kinds.count("lora")) option("--targets", target);
         else if (in.values.count("lora_target")) in.refuse("lora_target", "it is for a new adapter");
         if (in.flag("use_rslora")) option("--rslora");
+        if (in.flag("use_dora")) option("--dora");
     }
 
     bool applies(const std::string& of) const {

@@ -108,7 +108,7 @@ template <class T> void Trainer<T>::take_groups(const std::vector<size_t>& list)
 }
 
 template <class T> void Trainer<T>::ask_reference() {
-    params.use(first_stored);
+    params.use(first_stored), params.find_norms();
     each_batch(groups, all_groups(), [&](const Batch& b, size_t, int R) {
         const std::vector<A> losses = losses_of(b, R);
         std::vector<std::vector<float>>& to = groups.reference;
@@ -116,7 +116,7 @@ template <class T> void Trainer<T>::ask_reference() {
         for (int end : loader.ends)
             for (to.emplace_back(); r < end; r++) to.back().push_back(-(float)losses[r]);
     });
-    params.use(params.stored);
+    params.use(params.stored), params.find_norms();
 }
 
 template <class T> std::vector<size_t> Trainer<T>::all_groups() const {

@@ -20,6 +20,7 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     if (o.rl.model_scores()) open_reward_models();
     run = describe_run(o, file, data, steps, type_name(w));
     agree();
+    if (!o.full) check_dora("--dora", c, o.lora);
     if (!o.full) params.rank = adapt(w, o.lora, o.rank_step);
     if (!o.full && o.dropout > 0 && std::max({c.C, c.H * c.D, c.F}) > 1 << 19)
         DIE("%s: --dropout: layers wider than 2^19", file.path.c_str());
@@ -40,6 +41,7 @@ Trainer<T>::Trainer(const TrainOptions& options, const Context& where, const Mod
     reserve();
     params.begin(first_stored);
     fill();
+    params.begin_dora();
 }
 
 template <class T> void Trainer<T>::agree() {

@@ -65,6 +65,8 @@ template <class T> struct Trainer {
     Flow<T> d;
     KVCache<T> kv;
     T *h, *expert_h;    // of all adapters; on a GPU those of experts have one of their own, (N k, 2 rank)
+    T *u, *dora_off, *dora_x; // of all adapters with DoRA, and their scratch: see Dora
+    A* dora_norms;            // ... norm, then c
     uint32_t* kept;     // ... and dropout's masks of their inputs, on a GPU
     A *rope, *loss;     // (positions, D/2, 2), (tokens)
     double* results;    // loss and gradient norm of the step; with --teacher sums of divergence and agreement
@@ -157,6 +159,7 @@ template <class T> struct Trainer {
         const bool* on = o.lora.targets;
         return c.E && !o.full && (on[GATE_PROJ] || on[UP_PROJ] || on[DOWN_PROJ]);
     }
+    size_t dora_rows() { return o.full ? 0 : each_adapter(w, [](Linear<T>&, AdapterPlace) {}).u; } // of all matrices
     size_t each_kept(const std::function<void(Linear<T>& linear, size_t at)>& f);
     void fill();
 

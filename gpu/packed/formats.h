@@ -1,8 +1,9 @@
 /* gpu/packed/formats.h: INT4, INT8 and FP8 weights on a GPU, as Linear has them, and how they become bf16.
 
-   Of up to 16 tokens packed_kernel streams the packed bytes, and converts them in registers: time is bytes. Of more
-   tokens unpack_kernel makes bf16 numbers of a matrix, or of a part of it, in a scratch of fixed size, and the products
-   of bf16 weights follow, forwards and backwards; so neither card nor host ever holds the whole model in bf16.
+   Of up to 16 tokens packed_kernel streams the packed bytes, and converts them in registers: time is bytes. On Hopper
+   packed_hopper_kernel does so for fewer than UNPACKED_FROM tokens. Else, with an adapter, and backwards unpack_kernel
+   makes bf16 numbers of a matrix, or of a part of it, in a scratch of fixed size, and the products of bf16 weights
+   follow; so neither card nor host ever holds the whole model in bf16.
 
    How eight bytes become bf16 numbers. A bf16 has 7 bits of fraction: 0x4300 | u is 128 + u for u < 128. So the bits of
    a weight are put into the fraction of a number with that exponent, two weights at once, and a multiply-add of pairs
@@ -11,9 +12,9 @@
 
    Every format is a struct with the same names, and the one template argument F of each kernel.
 
-   On Hopper products of up to 128 tokens stream the packed bytes, too; and one of many tokens with FP8 weights may have
-   both operands in e4m3 (--activations fp8): the tokens are made e4m3, as model/fp8_activations.h says, by the norm
-   or the SwiGLU that makes them, or else by round_kernel, and hopper_kernel multiplies them by W as it is stored. */
+   A product of many tokens with FP8 weights may have both operands in e4m3 (--activations fp8): the tokens are made
+   e4m3, as model/fp8_activations.h says, by the norm or the SwiGLU that makes them, or else by round_kernel, and
+   hopper_kernel multiplies them by W as it is stored. */
 #pragma once
 #include "qwen3.cu"
 

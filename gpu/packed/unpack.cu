@@ -85,10 +85,8 @@ bool takes_e4m3(const Linear<bf16>& W) {
     return multiplies && W.group == FP8_GROUP && W.group_rows == FP8_GROUP && W.in % 16 == 0 && !W.adapter.rank;
 }
 
-// Whether a product of N tokens is one of these. (The Tensor Memory Accelerator requires rows of whole 16 bytes; a
-// group of columns is found by a shift.)
 bool streams_packed(const Context& ctx, const Linear<bf16>& W, int N) {
-    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N <= 128 &&
+    return W.format != Format::PLAIN && ctx.gpu->hopper && !ctx.invariant && !W.adapter.rank && N < UNPACKED_FROM &&
            W.row_bytes() % 16 == 0 && (W.group & (W.group - 1)) == 0 &&
            (W.format != Format::FP8 || W.group >= PACKED_IN);
 }

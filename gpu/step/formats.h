@@ -26,7 +26,8 @@ inline bool step_same(const Linear<bf16>& a, const Linear<bf16>& b) { // packed 
 }
 inline StepPlain::Source step_source(const Linear<bf16>& W, StepPlain) {
     if (!W.adapter.rank) return {W.w[0], W.in};
-    return {W.w[0], W.in, (int)W.adapter.width(), W.adapter.A, W.adapter.B};
+    const Adapter<bf16>& a = W.adapter;
+    return {W.w[0], W.in, (int)a.width(), a.A, a.B, a.dora.on ? a.dora.c : nullptr};
 }
 template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, StepPacked<F, GROUPS>) {
     return packed_args(W);
@@ -35,7 +36,7 @@ template <class F, int GROUPS> PackedArgs step_source(const Linear<bf16>& W, Ste
 // A step by a kernel of another shape, for which `plan` was made.
 inline StepArgs step_as_planned(StepArgs step, const StepArgs& plan) {
     step.stages = plan.stages, step.in_flight_pages = plan.in_flight_pages, step.joined = plan.joined;
-    for (int i = 0; i < 7; i++) step.product[i].in_flight = plan.product[i].in_flight;
+    for (int i = 0; i < STEP_KINDS; i++) step.product[i].in_flight = plan.product[i].in_flight;
     step.sums_at = plan.sums_at, step.squares_at = plan.squares_at, step.work_at = plan.work_at;
     step.ring_at = plan.ring_at, step.shared = plan.shared;
     return step;

@@ -44,6 +44,8 @@ __device__ inline unsigned char* step_memory() {
 __device__ inline void step_meet(int barrier, int threads) { // bar.sync
     asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// A word, in one piece: if its reader uses all of it. ptxas loads parts that are used one by one, where others are not:
+// then the epoch could be newer than a part.
 __device__ inline uint4 step_peek(const uint4* word) {
     uint64_t a, b;
     asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"

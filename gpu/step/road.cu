@@ -17,24 +17,30 @@ StepRoad::StepRoad(const Context& where, const Config& c, const Weights<bf16>& w
     : ctx(where) {
     by_phase = ctx.one_kernel == Context::BY_PHASE;
     blocks = ctx.gpu->sms;
-    if (const char* why = step_refuses(c)) DIE("--one-kernel: not for this model: %s", why);
+    if (const char* why = step_refuses(c, blocks)) DIE("--one-kernel: not for this model: %s", why);
     if (ctx.kv_fp8) DIE("--one-kernel: not with FP8 keys and values");
     const Linear<bf16>& one = w.layers[0].qkv;
-    for (const Layer<bf16>& l : w.layers)
-        for (const Linear<bf16>* m : {&l.qkv, &l.o, &l.gate_up, &l.down})
-            if (!step_same(*m, one)) DIE("--one-kernel: only if all layers' weights have one format");
-            else if (m->adapter.rank && m->format != Format::PLAIN)
-                DIE("--one-kernel: not with an adapter beside packed weights");
+    const auto check = [&](const Linear<bf16>& m) {
+        if (!step_same(m, one)) DIE("--one-kernel: only if all layers' weights have one format");
+        if (m.adapter.rank && m.format != Format::PLAIN)
+            DIE("--one-kernel: not with an adapter beside packed weights");
+    };
+    for (const Layer<bf16>& l : w.layers) {
+        check(l.qkv), check(l.o);
+        if (!c.E) check(l.gate_up), check(l.down);
+        else if (l.router.format != Format::PLAIN) DIE("--one-kernel: not with packed weights of the router");
+        for (const Expert<bf16>& e : l.experts) check(e.gate_up), check(e.down);
+    }
     if (one.format == Format::PLAIN && w.embed.format != Format::PLAIN)
         DIE("--one-kernel: not for bf16 behind packed embeddings");
     if (w.embed.format != Format::PLAIN) embed = w.embed;
     if (blocks > BEST_BLOCKS) DIE("--one-kernel: %d multiprocessors", blocks);
-    choose(layers, c, one), layers.last = args.phases();
+    choose(layers, c, one, c.E > 0), layers.last = args.phases();
     if (!step_same(w.head, one)) {
-        choose(head, c, w.head);
+        choose(head, c, w.head, false);
         head.first = layers.last = args.phases() - 1, head.last = args.phases();
     }
-    if (one.format == Format::PLAIN && !head.kernel) choose_several(c);
+    if (one.format == Format::PLAIN && !head.kernel && !c.E) choose_several(c);
     arena.gpu = true;
     plan();
     size_t free = 0, all = 0;
@@ -43,7 +49,7 @@ StepRoad::StepRoad(const Context& where, const Config& c, const Weights<bf16>& w
         DIE("--one-kernel: little memory is free");
     arena.allocate("--one-kernel: a second copy of the weights"); // (products of many tokens need the original rows)
     plan();
-    pack(c, w);
+    pack(w);
     CUDA_CHECK(cudaHostAlloc((void**)&fault, sizeof *fault, cudaHostAllocMapped));
     *fault = 0;
     CUDA_CHECK(cudaHostGetDevicePointer((void**)&args.fault, fault, 0));
@@ -97,8 +103,12 @@ void StepRoad::check() const {
     if (*(volatile int*)fault) DIE("--one-kernel: a block waited for over a second for another one's words");
 }
 
-void StepRoad::choose(Part& part, const Config& c, const Linear<bf16>& W) {
-    with_step_weights(W, [&](auto packed) { choose_shape<1, decltype(packed)>(part, c, 1); });
+void StepRoad::choose(Part& part, const Config& c, const Linear<bf16>& W, bool experts) {
+    with_step_weights(W, [&](auto packed) {
+        using P = decltype(packed);
+        if (experts) choose_shape<1, P, true>(part, c, 1);
+        else choose_shape<1, P, false>(part, c, 1);
+    });
     if (part.args.stages < 4) DIE("--one-kernel: %d bytes of shared memory a block are too few", most_shared());
     if (!all_resident(part)) DIE("--one-kernel: its blocks cannot all be resident on this GPU");
 }
@@ -107,7 +117,7 @@ template <int TOKENS> void StepRoad::choose_tokens(Part& part, const Config& c) 
     if (most < TOKENS / 2) return;
     int N = TOKENS;
     for (; N > most; N--) {
-        choose_shape<TOKENS, StepPlain>(part, c, N);
+        choose_shape<TOKENS, StepPlain, false>(part, c, N);
         if (part.args.stages >= 4) break;
     }
     part.last = args.phases();
@@ -141,6 +151,7 @@ void StepRoad::plan() {
     args.gains = arena.take<bf16>(args.gains_of(args.L) + args.C);
     step_words(args, arena.take<uint4>(step_words(args, nullptr, most)), most);
     args.residual = arena.take<float>((size_t)most * args.C);
+    args.router = arena.take<bf16>((size_t)args.L * args.E * args.C);
     args.steps = arena.take<uint32_t>(1), args.arrived = arena.take<int>(1);
     const StepProduct& logits = args.product[STEP_LOGITS];
     args.packed = arena.take<unsigned char>(logits.at + (head.kernel ? 0 : logits.bytes(layers.chunk)));
@@ -148,25 +159,31 @@ void StepRoad::plan() {
         head.args.packed = arena.take<unsigned char>(head.args.product[STEP_LOGITS].bytes(head.chunk));
 }
 
-void StepRoad::pack(const Config& c, const Weights<bf16>& w) {
+void StepRoad::pack(const Weights<bf16>& w) {
     if (!embed.in) args.embed = w.embed.w[0];
-    bf16* gains = (bf16*)args.gains;
-    auto gain = [&](const bf16* from, int n) {
-        CUDA_CHECK(cudaMemcpyAsync(gains, from, n * sizeof(bf16), cudaMemcpyDeviceToDevice, ctx.gpu->stream));
-        gains += n;
+    bf16 *gains = (bf16*)args.gains, *router = (bf16*)args.router;
+    auto append = [&](bf16*& to, const bf16* from, int n) {
+        CUDA_CHECK(cudaMemcpyAsync(to, from, n * sizeof(bf16), cudaMemcpyDeviceToDevice, ctx.gpu->stream));
+        to += n;
     };
-    auto matrix = [&](const Linear<bf16>& W, const Part& part, int phase, size_t layer) { // (neighbouring blocks)
-        const StepProduct& q = part.args.product[phase];
-        unsigned char* to = (unsigned char*)part.args.packed +
+    auto gain = [&](const bf16* from, int n) { append(gains, from, n); };
+    auto matrix = [&](const Linear<bf16>& W, const Part& part, int phase, size_t layer, size_t expert = 0) {
+        const StepProduct q = part.args.of_one(phase);
+        unsigned char* to = (unsigned char*)part.args.packed + expert * part.args.expert_bytes +
                             (&part == &head ? 0 : layer * part.args.layer_bytes + q.at);
-        with_step_weights(W, [&](auto packed) { pack_matrix(to, W, packed, q, (size_t)c.F); });
+        with_step_weights(W, [&](auto packed) { pack_matrix(to, W, packed, q, (size_t)W.out() / 2); });
     };
     for (size_t l = 0; l < w.layers.size(); l++) {
         const Layer<bf16>& y = w.layers[l];
         matrix(y.qkv, layers, STEP_QKV, l), matrix(y.o, layers, STEP_O, l);
-        matrix(y.gate_up, layers, STEP_GATE_UP, l), matrix(y.down, layers, STEP_DOWN, l);
-        gain(y.norm1, c.C), gain(y.norm2, c.C), gain(y.q_norm, c.D), gain(y.k_norm, c.D);
+        if (!args.E) matrix(y.gate_up, layers, STEP_GATE_UP, l), matrix(y.down, layers, STEP_DOWN, l);
+        else append(router, y.router.w[0], args.E * args.C);
+        for (size_t e = 0; e < y.experts.size(); e++) {
+            matrix(y.experts[e].gate_up, layers, STEP_GATE_UP, l, e);
+            matrix(y.experts[e].down, layers, STEP_DOWN, l, e);
+        }
+        gain(y.norm1, args.C), gain(y.norm2, args.C), gain(y.q_norm, STEP_HEAD), gain(y.k_norm, STEP_HEAD);
     }
     matrix(w.head, head.kernel ? head : layers, STEP_LOGITS, 0);
-    gain(w.norm, c.C);
+    gain(w.norm, args.C);
 }

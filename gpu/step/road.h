@@ -6,7 +6,8 @@
 
 // ---- A session's steps by this kernel: packed weights and its other arrays in the GPU's memory. If the head has
 // another format than the layers, a step is two launches: phases before the head, and the head; a kernel before them
-// converts packed embeddings. Steps of several tokens exist for bf16 weights only; both kernels read the same copy.
+// converts packed embeddings. Steps of several tokens exist only for bf16 weights without experts; both kernels read
+// the same copy.
 struct StepRoad : OneKernelStep {
     using Kernel = void (*)(const StepArgs, int, int);
     struct Part { // of the step: phases `first` .. `last` - 1
@@ -48,16 +49,17 @@ struct StepRoad : OneKernelStep {
 
   private:
     // The kernel and its plan, for weights packed as W.
-    void choose(Part& part, const Config& c, const Linear<bf16>& W);
+    void choose(Part& part, const Config& c, const Linear<bf16>& W, bool experts);
     // The largest number of tokens that leaves room for the ring: their inputs are in shared memory.
     void choose_several(const Config& c);
     template <int TOKENS> void choose_tokens(Part& part, const Config& c);
-    template <int TOKENS, class P> void choose_shape(Part& part, const Config& c, int N); // gpu/step/shapes.h
+    template <int TOKENS, class P, bool EXPERTS> // gpu/step/shapes.h
+    void choose_shape(Part& part, const Config& c, int N);
     static int most_shared(); // shared memory limit of a block
     bool all_resident(const Part& part) const;
     void launch_part(const Part& part);
     void plan();
-    void pack(const Config& c, const Weights<bf16>& w);
+    void pack(const Weights<bf16>& w);
     template <class P> // W to `to`; `second`: for a unit of two tiles, the row where the second begins
     void pack_matrix(unsigned char* to, const Linear<bf16>& W, P packed, const StepProduct& q, size_t second);
 };

@@ -5,7 +5,7 @@
 #include "gpu/step/step.h"
 #include "qwen3.cu"
 
-template <int TOKENS, class P> void StepRoad::choose_shape(Part& part, const Config& c, int N) {
+template <int TOKENS, class P, bool EXPERTS> void StepRoad::choose_shape(Part& part, const Config& c, int N) {
     auto take = [&](auto shape) {
         using S = decltype(shape);
         part.kernel = step_kernel<S>, part.chunk = P::CHUNK, threads = S::THREADS;
@@ -13,10 +13,10 @@ template <int TOKENS, class P> void StepRoad::choose_shape(Part& part, const Con
     };
     auto choose = [&](auto steps) {
         constexpr int STEPS = decltype(steps)::value;
-        take(StepShape<8, STEPS, TOKENS, false, P>());
+        take(StepShape<8, STEPS, TOKENS, false, P, EXPERTS>());
         cudaFuncAttributes built;
         CUDA_CHECK(cudaFuncGetAttributes(&built, part.kernel));
-        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P>());
+        if (built.ptxVersion >= 90 && ctx.gpu->sm >= 90) take(StepShape<8, STEPS, TOKENS, true, P, EXPERTS>());
     };
     // Chunks of a stage: 16 KB; of layers in 8 bits, where rows are shorter, 1,024 numbers.
     if constexpr (P::RUNS == 2)
@@ -29,8 +29,10 @@ void StepRoad::pack_matrix(unsigned char* to, const Linear<bf16>& W, P packed, c
     launch_kernel(ctx, false, step_pack_kernel<P>, dim3((unsigned)((q.bytes(P::CHUNK) / 16 + 255) / 256)), 256, 0, p);
 }
 
-// For steps of up to TOKENS tokens; and the packing.
+// For steps of up to TOKENS tokens; of a mixture of experts; and the packing.
 #define STEP_SHAPE(TOKENS, ...) \
-    template void StepRoad::choose_shape<TOKENS, __VA_ARGS__>(StepRoad::Part&, const Config&, int);
+    template void StepRoad::choose_shape<TOKENS, __VA_ARGS__, false>(StepRoad::Part&, const Config&, int);
+#define STEP_EXPERTS(...) \
+    template void StepRoad::choose_shape<1, __VA_ARGS__, true>(StepRoad::Part&, const Config&, int);
 #define STEP_PACKING(...) \
     template void StepRoad::pack_matrix(unsigned char*, const Linear<bf16>&, __VA_ARGS__, const StepProduct&, size_t);

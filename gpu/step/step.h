@@ -4,8 +4,10 @@
    Ownership  One block a multiprocessor, all resident: 8 warps compute (consumers), and the producer fetches weights and
               pages in the order of their use into a ring in shared memory (1 warp with bulk copies; 4 with cp.async,
               before Hopper). The rows of a product are cut into tiles of 8, which are dealt to the blocks in turn.
-   Phases     6 a layer: QKV, ATTEND, JOIN, O, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a launch: all
-              at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
+   Phases     7 a layer: QKV, ATTEND, JOIN, O, ROUTE, GATE_UP, DOWN; then HEAD. `first` and `last` name those of a
+              launch: all at once, or one a launch, with the same bits, for compute-sanitizer and emulation.
+   Experts    ROUTE computes the router's scores, a row or two a block; then each block chooses the experts, and tells
+              its producer. The rows of the k chosen gate_up follow each other, and so do the columns of their down.
    Words      16 bytes in global memory, written and read in one piece: four bf16, a float, the epoch. A reader reads a
               word until it has the epoch. A word is written again a layer later, when all its readers have read it.
    Faults     A wait of over a second sets *fault and ends all further waits.
@@ -80,110 +82,12 @@ __device__ __forceinline__ bool step_long_context(const StepDealt& dealt) { retu
 template <class S> __device__ __forceinline__ bool step_hushed(const StepArgs& p, const StepDealt& dealt) {
     return p.C <= STEP_SMALL && (S::TOKENS > 1 || (dealt.place[0].splits > 2 && !step_long_context(dealt)));
 }
-// The producer: copies stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
-template <class S>
-__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
-                                             int first, int last) {
-    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
-    const int i = threadIdx.x - S::CONSUMERS;
-    int stage = 0, issued = 0;
-    uint32_t parity = 1;
-    const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
-    bool attends = false; // this block, so it has more to fetch
-    for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
-    auto fill = [&](int bytes, int each, int in_flight, auto from) { // `each` bytes come from from(0), from(1) ..
-        empty[stage].wait(parity);
-        in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
-        const int earlier = stage - in_flight;
-        if (issued++ >= in_flight)
-            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
-        unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
-        if constexpr (S::BULK) {
-            if (i == 0) full[stage].expect(bytes);
-            __syncwarp();
-            if (i * each < bytes) full[stage].copy(to + i * each, from(i), min(each, bytes - i * each));
-        } else {
-            for (int at = i * 16; at < bytes; at += 128 * 16)
-                StepBarrier::copy16(to + at, (const unsigned char*)from(at / each) + at % each);
-            full[stage].arrive_with_copies();
-        }
-        if (++stage == p.stages) stage = 0, parity ^= 1;
-    };
-    for (int phase = first; phase < last; phase++) {
-        const int layer = phase / 6, kind = layer < p.L ? phase % 6 : (int)STEP_LOGITS;
-        const StepProduct& q = dealt.product[kind];
-        const int in_flight = layer == p.L ? q.in_flight : long_context ? p.in_flight_pages : q.in_flight + attends;
-        if (kind == STEP_ATTEND)
-            step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
-                const int last = 2 * step_last_page(y, n, split);
-                for (int half = 2 * split * y.pages; half < last; half += S::HALVES)
-                    fill(min(S::HALVES, last - half) * S::HALF, S::HALF, p.in_flight_pages, [&](int j) {
-                        const size_t at = kv_offset(y.table[(half + j) / 2], kv, 0, p.K, STEP_HEAD);
-                        return ((half + j) % 2 ? p.values : p.keys) + layer * p.layer_size + at;
-                    });
-            });
-        const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
-        for (int u = 0; u < dealt.units[kind]; u++) {
-            const size_t unit = dealt.first[kind] + u * gridDim.x;
-            const unsigned char* tile = weights + unit * q.tiles * q.tile_bytes(S::W::CHUNK);
-            for (int part = 0; part < q.tiles; part++)
-                for (int step = 0; step < q.steps; step += S::STEPS) {
-                    const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
-                    fill(bytes, 2048, in_flight, [&](int j) { return tile + j * 2048; });
-                    tile += bytes;
-                }
-        }
-    }
-}
-
-// A consumer's thread.
-template <class S> struct Step {
-    using W = typename S::W;
-    using Sum = typename W::Sum;
-    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
-    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND, FOURS = S::FOURS;
+// A consumer's waits for words, by lanes of a warp.
+struct StepWaits {
     const StepArgs& p;
-    unsigned char* memory;
-    StepDealt& dealt;
-    const uint32_t before;            // steps taken
-    const int N;
-    int tid, warp, lane, g, t;
-    int n, hand;                      // of a round's tiles this warp hands over token n's sums of the hand-th four
-    StepBarrier *full, *empty;
-    bf16* work;
-    int stage = 0;                    // of the ring: the next to be read,
-    uint32_t parity = 0;              // ... and the parity of its phase
-    int set = 0;                      // of sums; the other one's are still being published
-    bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
-    const bool hushed;                // see step_hushed
-    bool gave_up = false;             // waits are disabled
-    int row = 0;                      // this lane's, for the values that the warp publishes:
-    uint32_t old = 0;                 // ... x before a product, as loaded: a float, or
-    bool embedding = false;           // ... the embedding's bf16;
-    uint16_t gain = 0;                // ... the weight of its successor's norm (bf16)
-    float scale = 0;                  // 1 / rms of token n
-    unsigned long long likeliest = 0; // key of this lane's logits, of token n
-
-    __device__ Step(const StepArgs& p, StepDealt& dealt)
-        : p(p), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N), hushed(step_hushed<S>(p, dealt)) {
-        for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
-    }
-    // Called before each phase. (The compiler must not know that these are constant: it would compute all dependent
-    // values once, ahead of all phases, and exceed the registers.)
-    __device__ __forceinline__ void begin_phase() {
-        const int zero = step_opaque(0);
-        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-        memory = step_memory() + zero;
-        full = (StepBarrier*)memory, empty = full + S::BARRIERS;
-        n = warp % S::TOKENS, hand = warp / S::TOKENS;
-        scale = 0;
-        work = (bf16*)(memory + p.work_at);
-    }
-
-    __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
-    __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
-
-    // ---- Words
+    int lane;
+    bool gave_up = false; // waits are disabled
+    __device__ StepWaits(const StepArgs& p, int lane) : p(p), lane(lane) {}
     __device__ uint4 await(const uint4* word, uint32_t epoch) {
         uint64_t since = 0;
         for (uint32_t spins = 1;; spins++) {
@@ -220,6 +124,147 @@ template <class S> struct Step {
             __syncwarp();
         }
     }
+};
+
+// The producer: copies stage after stage of the phases from `first` on. ATTEND's are pages: keys, values, keys, ..
+template <class S>
+__device__ __forceinline__ void step_produce(const StepArgs& p, unsigned char* memory, const StepDealt& dealt,
+                                             int first, int last) {
+    StepBarrier *full = (StepBarrier*)memory, *empty = full + S::BARRIERS;
+    const int i = threadIdx.x - S::CONSUMERS;
+    int stage = 0, issued = 0;
+    uint32_t parity = 1;
+    const bool long_context = step_long_context(dealt), less = step_hushed<S>(p, dealt);
+    bool attends = false; // this block, so it has more to fetch
+    for (int n = 0; n < (S::TOKENS == 1 ? 1 : p.b.N); n++) attends |= dealt.place[n].attends;
+    // Copies a stage's bytes. from(at, n): where those from `at` on are, n of them, or fewer if it sets n (of experts).
+    auto fill = [&](int bytes, int each, int in_flight, auto from) {
+        empty[stage].wait(parity);
+        in_flight = max(1, (in_flight - (less && full[S::WAITS].is_odd()) + issued % 2) / 2);
+        const int earlier = stage - in_flight;
+        if (issued++ >= in_flight)
+            full[earlier < 0 ? earlier + p.stages : earlier].wait(earlier < 0 ? parity : parity ^ 1);
+        unsigned char* to = memory + p.ring_at + (size_t)stage * S::STAGE;
+        if constexpr (S::BULK) {
+            if (i == 0) full[stage].expect(bytes);
+            __syncwarp();
+            if constexpr (S::EXPERTS) {
+                const int end = min((i + 1) * each, bytes);
+                for (int at = i * each, n; at < end; at += n) {
+                    n = end - at;
+                    const void* bytes_there = from(at, n);
+                    full[stage].copy(to + at, bytes_there, n);
+                }
+            } else if (int n = min(each, bytes - i * each); n > 0)
+                full[stage].copy(to + i * each, from(i * each, n), n);
+        } else {
+            for (int at = i * 16; at < bytes; at += 128 * 16)
+                if (int n = 16; true) StepBarrier::copy16(to + at, from(at, n));
+            full[stage].arrive_with_copies();
+        }
+        if (++stage == p.stages) stage = 0, parity ^= 1;
+    };
+    for (int phase = first; phase < last; phase++) {
+        const int layer = phase / STEP_PHASES, kind = layer < p.L ? phase % STEP_PHASES : (int)STEP_LOGITS;
+        const StepProduct& q = dealt.product[kind];
+        const int in_flight = layer == p.L ? q.in_flight : long_context ? p.in_flight_pages : q.in_flight + attends;
+        if (kind == STEP_ATTEND)
+            step_items<S>(p, dealt, [&](const StepPlace& y, int n, int kv, int split) {
+                const int last = 2 * step_last_page(y, n, split);
+                for (int half = 2 * split * y.pages; half < last; half += S::HALVES)
+                    fill(min(S::HALVES, last - half) * S::HALF, S::HALF, p.in_flight_pages, [&](int at, int&) {
+                        const int j = half + at / S::HALF;
+                        const size_t page = kv_offset(y.table[j / 2], kv, 0, p.K, STEP_HEAD);
+                        const bf16* from = (j % 2 ? p.values : p.keys) + layer * p.layer_size + page;
+                        return (const unsigned char*)from + at % S::HALF;
+                    });
+            });
+        const unsigned char* weights = p.packed + (layer < p.L ? layer * p.layer_bytes : 0) + q.at;
+        const bool of_experts = S::EXPERTS && (kind == STEP_GATE_UP || kind == STEP_DOWN);
+        if constexpr (S::EXPERTS) {
+            if (kind == STEP_GATE_UP || (kind == STEP_DOWN && dealt.alone)) // this block's consumers choose
+                full[S::CHOICE].wait(dealt.alone ? 0 : layer & 1);
+            if (kind == STEP_DOWN) { // the k experts' columns of a tile
+                const int each = q.steps / p.k * S::W::CHUNK;
+                for (int u = 0; u < dealt.units[kind]; u++) {
+                    const unsigned char* of_first = weights + (size_t)(dealt.first[kind] + u * gridDim.x) * each;
+                    for (int step = 0; step < q.steps; step += S::STEPS)
+                        fill(min(S::STEPS, q.steps - step) * S::W::CHUNK, 2048, in_flight, [&](int at, int& n) {
+                            const int in_tile = step * S::W::CHUNK + at, j = (int)((unsigned)in_tile / (unsigned)each);
+                            n = min(n, (j + 1) * each - in_tile);
+                            return of_first + dealt.chosen[j] * p.expert_bytes + (in_tile - j * each);
+                        });
+                }
+                continue;
+            }
+        }
+        for (int u = 0; u < dealt.units[kind]; u++) {
+            size_t unit = dealt.first[kind] + u * gridDim.x, expert = 0;
+            if (of_experts) { // M / 8 units each
+                const unsigned j = (unsigned)unit / (unsigned)(p.M / 8);
+                unit -= j * (p.M / 8), expert = dealt.chosen[j] * p.expert_bytes;
+            }
+            const unsigned char* tile = weights + expert + unit * q.tiles * q.tile_bytes(S::W::CHUNK);
+            for (int part = 0; part < q.tiles; part++)
+                for (int step = 0; step < q.steps; step += S::STEPS) {
+                    const int bytes = min(S::STEPS, q.steps - step) * S::W::CHUNK;
+                    fill(bytes, 2048, in_flight, [&](int at, int&) { return tile + at; });
+                    tile += bytes;
+                }
+        }
+    }
+}
+
+// A consumer's thread.
+template <class S> struct Step : StepWaits {
+    using W = typename S::W;
+    using Sum = typename W::Sum;
+    static constexpr int D = STEP_HEAD, WARPS = S::WARPS, STEPS = S::STEPS, EACH = S::EACH;
+    static constexpr int BATCH = S::BATCH, CONSUMERS = S::CONSUMERS, ROUND = S::ROUND, FOURS = S::FOURS;
+    unsigned char* memory;
+    StepDealt& dealt;
+    const uint32_t before;            // steps taken
+    const int N;
+    int tid, warp, g, t;
+    int n, hand;                      // of a round's tiles this warp hands over token n's sums of the hand-th four
+    StepBarrier *full, *empty;
+    bf16* work;
+    int stage = 0;                    // of the ring: the next to be read,
+    uint32_t parity = 0;              // ... and the parity of its phase
+    int set = 0;                      // of sums; the other one's are still being published
+    bool attends = false, joins = false; // this block has items of ATTEND, of JOIN
+    const bool hushed;                // see step_hushed
+    static constexpr int EARLY = 2;   // of a row of the router a lane loads so many words before its input
+    uint2 router[STEP_ROUTED][EARLY]; // ... these,
+    float score[STEP_ROUTED];         // and this lane's part of the rows' scores
+    int row = 0;                      // this lane's, for the values that the warp publishes:
+    uint32_t old = 0;                 // ... x before a product, as loaded: a float, or
+    bool embedding = false;           // ... the embedding's bf16;
+    uint16_t gain = 0;                // ... the weight of its successor's norm (bf16)
+    float scale = 0;                  // 1 / rms of token n
+    unsigned long long likeliest = 0; // key of this lane's logits, of token n
+
+    __device__ Step(const StepArgs& p, StepDealt& dealt)
+        : StepWaits(p, 0), dealt(dealt), before(*p.steps), N(S::TOKENS == 1 ? 1 : p.b.N),
+          hushed(step_hushed<S>(p, dealt)) {
+        for (int n = 0; n < N; n++) attends |= dealt.place[n].attends, joins |= dealt.place[n].joins;
+    }
+    // Called before each phase. (The compiler must not know that these are constant: it would compute all dependent
+    // values once, ahead of all phases, and exceed the registers.)
+    __device__ __forceinline__ void begin_phase() {
+        const int zero = step_opaque(0);
+        tid = threadIdx.x + zero, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+        memory = step_memory() + zero;
+        full = (StepBarrier*)memory, empty = full + S::BARRIERS;
+        n = warp % S::TOKENS, hand = warp / S::TOKENS;
+        scale = 0;
+        work = (bf16*)(memory + p.work_at);
+    }
+
+    __device__ __forceinline__ void meet() { step_meet(1, CONSUMERS); }
+    __device__ __forceinline__ uint32_t epoch(int layer) const { return before * (uint32_t)p.L + (uint32_t)layer + 1; }
+
+    // ---- Words
     // Waits for words of `splits` splits, and joins them: v[i] of at(i), at(i) + H D / 4 .. Loads AT_ONCE fours at a
     // time.
     template <int AT_ONCE, int COUNT, class At, class There>
@@ -326,7 +371,7 @@ template <class S> struct Step {
         }
         prepare(kind, layer, 0);
         if (hushed && tid == 0) full[S::WAITS].arrive();
-        input(kind, layer);
+        if (!S::EXPERTS || kind != STEP_GATE_UP || dealt.alone) input(kind, layer); // (ROUTE's is the same)
         if (hushed && tid == 0) full[S::WAITS].arrive();
         for (int tile = 0; tile < tiles; tile += ROUND) {
             const int count = min(ROUND, tiles - tile);
@@ -454,8 +499,9 @@ template <class S> struct Step {
             send(p.qkv + (size_t)n * (p.H + 2 * p.K) * (D / 4), row, y, 0, e, there);
         } else if (kind == STEP_GATE_UP) {
             const float up = __shfl_down_sync(~0u, y, 8);
-            send(p.hidden + (size_t)n * (p.F / 4), row, __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up, 0, e,
-                 there && lane / 8 % 2 == 0);
+            float h = __fdividef(y, 1 + exp2_fast(-LOG2E * y)) * up;
+            if constexpr (S::EXPERTS) h *= dealt.share[min((unsigned)row / (unsigned)p.M, 31u)];
+            send(p.hidden + (size_t)n * (p.F / 4), row, h, 0, e, there && lane / 8 % 2 == 0);
         } else if (kind != STEP_LOGITS) {
             const float x = __uint_as_float(embedding ? old << 16 : old) + y;
             if (there) p.residual[(size_t)n * p.C + row] = x;
@@ -477,6 +523,7 @@ template <class S> struct Step {
         int joined;              // splits of attention to join
         uint32_t epoch;
         bool embeds, normed;     // words are of embeddings; their squares are summed before a norm
+        int routes;              // the layer whose router takes them, or -1
         __device__ __forceinline__ int word(unsigned i) const { // this warp's i-th
             return (int)((warp + i / WORDS * WARPS) * WORDS + i % WORDS);
         }
@@ -488,14 +535,13 @@ template <class S> struct Step {
         const int mine = steps > warp ? (steps - warp + WARPS - 1) / WARPS * WORDS : 0;
         const int count = mine - ((steps - 1) % WARPS == warp ? steps * WORDS - words : 0);
         const int filled = (q.steps + STEPS - 1) / STEPS * EACH * WORDS;
-        const bool normed = kind == STEP_QKV || kind == STEP_GATE_UP || kind == STEP_LOGITS;
-        const uint4* from = kind == STEP_O         ? p.att
-                            : kind == STEP_DOWN    ? p.hidden
-                            : kind == STEP_GATE_UP ? p.mid
-                                                   : p.out;
+        const bool routes = S::EXPERTS && kind == STEP_ROUTE, mid = kind == STEP_GATE_UP || routes;
+        const bool normed = kind == STEP_QKV || mid || kind == STEP_LOGITS;
+        const uint4* from = kind == STEP_O ? p.att : kind == STEP_DOWN ? p.hidden : mid ? p.mid : p.out;
         const int joined = kind == STEP_O && S::TOKENS == 1 ? dealt.place[0].joined : 1;
         const uint32_t e = epoch(kind == STEP_QKV || kind == STEP_LOGITS ? layer - 1 : layer);
-        return {from, warp, count, filled, mine, joined, e, kind == STEP_QKV && layer == 0, normed};
+        return {from, warp, count, filled, mine, joined, e, kind == STEP_QKV && layer == 0, normed,
+                routes ? layer : -1};
     }
     // Copies a product's input to `work`, before a norm also the words' squares.
     __device__ __forceinline__ void input(int kind, int layer) {
@@ -525,12 +571,16 @@ template <class S> struct Step {
             GPU_UNROLL
             for (int j = 0; j < ONCE; j++) {
                 square += __uint_as_float(v[j].z);
+                if constexpr (S::EXPERTS)
+                    if (in.routes >= 0 && there(j)) add_scores(in.routes, in.word(at(j)), j, done == 0, v[j]);
                 W::store_x((unsigned char*)work + (warp + at(j) / in.WORDS * WARPS) * W::X_BYTES, at(j) % in.WORDS,
                            make_uint2(v[j].x, v[j].y), at(j) < all);
             }
             done += 32 * ONCE;
         };
         while (done + 4 * 32 <= all) take(std::integral_constant<int, 4>());
+        if constexpr (S::EXPERTS)
+            if (done + 2 * 32 <= all) take(std::integral_constant<int, 2>());
         while (done < all) take(std::integral_constant<int, 1>());
         if (!in.normed) return;
         square = warp_sum(square);
@@ -576,6 +626,8 @@ template <class S> struct Step {
                 for (int j = 0; j < ONCE; j++) {
                     if (i + j * 32 >= count) break;
                     if (v[j].w != in.epoch) v[j] = await(own + j * APART, in.epoch);
+                    if constexpr (S::EXPERTS)
+                        if (in.routes >= 0) add_scores(in.routes, in.word(i + j * 32), j, i == lane, v[j]);
                     take(0, j, v[j]);
                 }
             }
@@ -625,7 +677,7 @@ template <class S> struct Step {
     }
 
     __device__ __forceinline__ void phase(int kind, int layer) {
-        if (kind == STEP_ATTEND ? !attends : kind == STEP_JOIN && !joins) return;
+        if (kind == STEP_ATTEND ? !attends : kind == STEP_JOIN ? !joins : !S::EXPERTS && kind == STEP_ROUTE) return;
         begin_phase();
         if (kind == STEP_ATTEND)
             step_items<S>(p, dealt, [&](const StepPlace&, int n, int kv, int split) { attend(layer, n, kv, split); });
@@ -634,7 +686,90 @@ template <class S> struct Step {
                 const StepPlace& y = dealt.place[n];
                 for (int h = y.item[1]; h < p.H && !y.joined; h += gridDim.x) join(layer, n, h, y.splits);
             }
-        } else product(kind, layer);
+        } else if (S::EXPERTS && kind == STEP_ROUTE) route(layer);
+        else {
+            if constexpr (S::EXPERTS)
+                if (kind == STEP_GATE_UP || (kind == STEP_DOWN && dealt.alone)) choose(layer);
+            product(kind, layer);
+        }
+    }
+
+    // ---- Experts
+    // Four numbers of row i of those that this block computes: blockIdx.x, blockIdx.x + gridDim.x, ..
+    __device__ __forceinline__ uint2 router_word(int layer, int i, int word) const {
+        const int e = blockIdx.x + i * gridDim.x;
+        if (e >= p.E || word >= p.C / 4) return make_uint2(0, 0);
+        return ((const uint2*)(p.router + ((size_t)layer * p.E + e) * p.C))[word];
+    }
+    // Adds what a word of the input contributes: the j-th of this lane's first ones, or a later one.
+    __device__ __forceinline__ void add_scores(int layer, int word, int j, bool first, const uint4& x) {
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            const uint2 w = first && j < EARLY ? router[i][j % EARLY] : router_word(layer, i, word);
+            score[i] += fmaf(low(w.x), low(x.x), high(w.x) * high(x.x)) +
+                        fmaf(low(w.y), low(x.y), high(w.y) * high(x.y));
+        }
+    }
+    // GATE_UP's input, and this block's scores.
+    __device__ __forceinline__ void route(int layer) {
+        const Input in = input_of(STEP_ROUTE, layer);
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            score[i] = 0;
+            GPU_UNROLL
+            for (int j = 0; j < EARLY; j++) router[i][j] = router_word(layer, i, in.word(lane + 32 * j));
+        }
+        input(STEP_ROUTE, layer);
+        GPU_UNROLL
+        for (int i = 0; i < STEP_ROUTED; i++) {
+            const float sum = warp_sum(score[i]);
+            if (lane == 0) dealt.routed[i][warp] = sum;
+        }
+        meet();
+        const int e = blockIdx.x + lane * gridDim.x;
+        if (warp || lane >= STEP_ROUTED || e >= p.E) return;
+        float z = 0;
+        GPU_UNROLL
+        for (int w = 0; w < WARPS; w++) z += dealt.routed[lane][w];
+        z *= rms_scale();
+        const uint32_t bits = __float_as_uint(z);
+        step_publish(p.scores + e, make_uint4(bits, bits, bits, epoch(layer)));
+    }
+    // The k experts of the largest scores, of equal ones the first: an expert's rank is the number of those before it.
+    __device__ __forceinline__ void choose(int layer) {
+        float* const z = sums_of(0, 0, 0); // (E), and -inf up to a multiple of 4; free until the next product's sums
+        const int padded = (p.E + 3) / 4 * 4;
+        for (int e = tid; e - lane < padded; e += CONSUMERS) {
+            uint4 word[1];
+            await_all(word, epoch(layer), [&](int) { return p.scores + e; }, [&](int) { return e < p.E; });
+            const uint32_t bits = word[0].x & word[0].y & word[0].z; // the same in each, see step_peek
+            if (e < padded) z[e] = e < p.E ? usable(__uint_as_float(bits)) : -INFINITY;
+        }
+        meet();
+        for (int e = tid; e < p.E; e += CONSUMERS) {
+            const float own = z[e];
+            const auto before = [&](float other, int f) { return other > own || (other == own && f < e); };
+            int rank = 0;
+            for (int f = 0; f < p.E; f += 4) {
+                const float4 v = *(const float4*)(z + f);
+                rank += before(v.x, f) + before(v.y, f + 1) + before(v.z, f + 2) + before(v.w, f + 3);
+            }
+            if (rank < p.k) dealt.chosen[rank] = e, dealt.share[rank] = own;
+        }
+        float top = -INFINITY, all = 0;
+        const auto weight = [&](float z) { return exp2_fast((z - top) * LOG2E); };
+        if (warp == 0) {
+            for (int e = lane; e < p.E; e += 32) top = fmaxf(top, z[e]);
+            top = warp_max(top);
+            for (int e = lane; e < p.E; e += 32) all += weight(z[e]);
+        }
+        meet();
+        if (tid == 0) full[S::CHOICE].arrive(); // for the producer
+        if (warp) return;
+        const float own = lane < p.k ? weight(dealt.share[lane]) : 0;
+        all = warp_sum(p.normed_shares ? own : all);
+        if (lane < p.k) dealt.share[lane] = own / all;
+        __syncwarp();
     }
 
     // ---- Attention
@@ -803,8 +938,9 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     StepDealt& dealt = *(StepDealt*)(empty + S::BARRIERS);
     const int tid = threadIdx.x;
     if (tid < p.stages) full[tid].begin(S::BULK ? 1 : 128), empty[tid].begin(S::WARPS);
-    if (tid < 7) step_deal(p, dealt, tid);
+    if (tid < STEP_KINDS) step_deal(p, dealt, tid);
     if (tid == 0) full[S::WAITS].begin(1);
+    if (S::EXPERTS && tid == 0) full[S::CHOICE].begin(1), dealt.alone = last - first == 1;
     if (tid < (S::TOKENS == 1 ? 1 : p.b.N)) step_place<S>(p, dealt, tid);
     StepBarrier::begun();
     step_meet(0, S::THREADS);
@@ -815,11 +951,11 @@ __global__ void __launch_bounds__(S::THREADS, 1) step_kernel(const __grid_consta
     }
     if constexpr (S::BULK) take_registers<232>(); // 128 x 40 + 256 x 232 of 384 x 168
     Step<S> step(p, dealt);
-    int layer = first / 6, kind = first % 6;
+    int layer = first / STEP_PHASES, kind = first % STEP_PHASES;
     for (int phase = first; phase < last; phase++) {
         if (layer == p.L) kind = STEP_LOGITS;
         step.phase(kind, layer);
-        if (++kind == 6) kind = 0, layer++;
+        if (++kind == STEP_PHASES) kind = 0, layer++;
     }
     if (last == p.phases()) step.finish();
 }

@@ -31,11 +31,12 @@ struct StepPlain { // bf16
     }
     __device__ __forceinline__ static float whole(const Sum& sum) { return sum[0] + sum[3]; }
 
-    // With an adapter W + s B A is packed, rounded once: the speed is the same.
+    // With an adapter W + s B A is packed, with DoRA c times it, rounded once: the speed is the same.
     struct Source {
         const bf16* W; // (rows, in)
         int in, width = 0; // rows of A, or 0
         const bf16 *A = nullptr, *B = nullptr; // (width, in); s B (rows, width)
+        const float* c = nullptr; // (rows), or null: 1
     };
     __device__ static uint4 piece(const Source& from, size_t row, int chunk, int i) {
         const int k = chunk * 32 + i % 4 * 8;
@@ -51,8 +52,11 @@ struct StepPlain { // bf16
             GPU_UNROLL
             for (int j = 0; j < 8; j++) more[j] = fmaf(b, j % 2 ? high(pairs[j / 2]) : low(pairs[j / 2]), more[j]);
         }
-        return make_uint4(pack(low(w.x) + more[0], high(w.x) + more[1]), pack(low(w.y) + more[2], high(w.y) + more[3]),
-                          pack(low(w.z) + more[4], high(w.z) + more[5]), pack(low(w.w) + more[6], high(w.w) + more[7]));
+        const float by = from.c ? from.c[r] : 1;
+        const auto pair = [&](uint32_t p, int j) {
+            return pack(by * (low(p) + more[j]), by * (high(p) + more[j + 1]));
+        };
+        return make_uint4(pair(w.x, 0), pair(w.y, 2), pair(w.z, 4), pair(w.w, 6));
     }
 };
 // A format of packed/formats.h, whose groups of columns are parts of chunks: GROUPS per chunk, with a scale each for 8

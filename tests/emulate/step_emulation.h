@@ -115,6 +115,17 @@ inline uint32_t __ballot_sync(unsigned, bool x) {
     for (int other = 16; other; other /= 2) lanes |= __shfl_xor_sync(~0u, lanes, other);
     return lanes;
 }
+template <class Join> uint32_t reduced(uint32_t x, Join join) {
+    for (int other = 16; other; other /= 2) x = join(x, __shfl_xor_sync(~0u, x, other));
+    return x;
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t x) {
+    return reduced(x, [](uint32_t a, uint32_t b) { return std::max(a, b); });
+}
+inline uint32_t __reduce_min_sync(unsigned, uint32_t x) {
+    return reduced(x, [](uint32_t a, uint32_t b) { return std::min(a, b); });
+}
+inline void __threadfence_block() {}
 #include "gpu/step/formats.h"
 #include "gpu/step/step.h"
 #pragma GCC diagnostic pop

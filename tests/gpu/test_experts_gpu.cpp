@@ -412,6 +412,79 @@ TEST_CASE("experts in INT4, INT8 and FP8: the same, beside the same numbers in b
 }
 #endif
 
+#ifndef QWEN3_PORTABLE
+// The id drawn after a prompt, and the logits of the prompt's last token and of the step that takes it.
+struct RoadStep {
+    int id = 0;
+    std::vector<float> of_prompt, logits;
+    RoadStep(const ModelFile& file, const Weights<bf16>& weights, Context::OneKernel road, const std::vector<int>& prompt) {
+        Context ctx = gpu();
+        ctx.one_kernel = road;
+        Session<bf16> session(file.config, weights, 200, ctx);
+        session.feed(prompt);
+        of_prompt.assign(session.logits, session.logits + file.config.V);
+        Sampling greedy;
+        greedy.temperature = 0;
+        session.begin_draws(greedy, file.config.V, prompt.size(), 2);
+        REQUIRE((draws_of(session).road != nullptr) == (road != Context::OFF));
+        id = session.draw();
+        session.accept(id);
+        session.draw();
+        logits.resize((size_t)file.config.V);
+        copy_out(session.ctx, logits.data(), session.row_logits, logits.size());
+    }
+};
+TEST_CASE("one kernel a token of experts: as near to fp32 as the CPU's bf16 in every format; phase by phase the same bits") {
+    const Scratch s;
+    write_file(s / "c.json", R"({"model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 128, "intermediate_size": 192, "moe_intermediate_size": 384, "num_experts": 136, "num_experts_per_tok": 6, "norm_topk_prob": true,
+        "vocab_size": 1024, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": true, "hidden_act": "silu"})");
+    const char* qwen3 = getenv("QWEN3");
+    const auto run = [&](const Strings& how) {
+        const Result r = Process(qwen3 ? qwen3 : "./qwen3", how).wait();
+        INFO(r.err);
+        REQUIRE(r.status == 0);
+    };
+    run({"--synthesize", s / "c.json", s / "m.bin"});
+    for (std::string how : {"bf16", "int4 128", "int4 64", "int4 32", "int8", "fp8"}) {
+        INFO(how);
+        const bool packed = how != "bf16";
+        Strings asked = {s / "m.bin", "--quantize", how.substr(0, how.find(' ')), s / "packed.bin", "--overwrite"};
+        if (how.size() > 4) asked = asked + Strings{"--group", how.substr(5)};
+        if (packed) run(asked);
+        const ModelFile file(packed ? s / "packed.bin" : s / "m.bin");
+        const Weights<bf16> host(file);
+        const Weights<float> exact(file);
+        Weights<bf16> device(file, Format::PLAIN, packed);
+        device.upload(gpu(), file);
+        Random random{8};
+        std::vector<float> truth, by_host, by_graph, by_road;
+        const auto add = [](std::vector<float>& all, const std::vector<float>& rows, int V) { all.insert(all.end(), rows.end() - V, rows.end()); };
+        for (int position : {1, 2, 15, 16, 17, 60, 100, 130}) {
+            INFO("position " << position);
+            std::vector<int> ids;
+            for (int i = 0; i < position; i++) ids.push_back(random.below(1000));
+            const RoadStep road(file, device, Context::TOGETHER, ids), graph(file, device, Context::OFF, ids);
+            REQUIRE(road.id == graph.id);
+            for (auto how : {Context::OFF, Context::TOGETHER, Context::BY_PHASE}) {
+                INFO("again, " << (int)how);
+                const RoadStep again(file, device, how, ids);
+                CHECK(same_bits(road.of_prompt, again.of_prompt));
+                CHECK(same_bits(how == Context::OFF ? graph.logits : road.logits, again.logits));
+            }
+            ids.push_back(road.id);
+            add(truth, logits_of(file, exact, ids, cpu()), file.config.V), add(by_host, logits_of(file, host, ids, cpu()), file.config.V);
+            add(by_road, road.logits, file.config.V), add(by_graph, graph.logits, file.config.V);
+        }
+        const double own = mean_kl(truth, by_road, file.config.V), graph = mean_kl(truth, by_graph, file.config.V);
+        const double cpus = mean_kl(truth, by_host, file.config.V);
+        MESSAGE(how << ": mean KL of one kernel " << own << ", of the graph " << graph << ", of the CPU's bf16 " << cpus);
+        CHECK(own <= 2 * std::max(cpus, graph));
+        CHECK(own > 0);
+    }
+}
+#endif
+
 // ---- Training: adapters of attention
 
 // Rows of random ids below 900, and a trainer on them.

@@ -217,32 +217,44 @@ TEST_CASE("products of every tile shape, operand layout and number of splits, wi
 }
 
 #ifndef QWEN3_PORTABLE
-// Products with packed W of N tokens x, with every epilogue but the head's: y up to a rounding and `off`, and to
-// `adding` where something is added; twice the same bits.
-static void check_products(Random& random, Context& ctx, const PackedMatrix& W, const Device<bf16>& x, int N,
-                           const std::vector<double>& y, const std::vector<double>& off, double adding = 0) {
+// Products product(epilogue) with packed W of N tokens, with every epilogue but the head's: y up to a rounding and `off`,
+// and to `adding` where something is added; twice the same bits.
+template <class Product>
+static void check_epilogues(Random& random, const PackedMatrix& W, int N, const std::vector<double>& y,
+                            const std::vector<double>& off, double adding, Product product) {
     const int R = W.host.out(), F = W.host.rows[0];
     const auto near = [&](size_t i) { return rounding<bf16>(y[i]) + off[i]; };
     Device<bf16> out((size_t)N * R), again((size_t)N * R);
-    linear_gpu(ctx, out, x, W.device, N);
+    product(StoreEpilogue<bf16>(out, R));
     CHECK(wrong(out.get(), y, near) == 0);
-    linear_gpu(ctx, again, x, W.device, N);
+    product(StoreEpilogue<bf16>(again, R));
     CHECK(same_bits(out.get(), again.get()));
     const std::vector<float> residual = random.fill<float>((size_t)N * R);
     const Device<float> dresidual(residual);
     Device<float> sum((size_t)N * R);
-    linear_add_gpu(ctx, sum, dresidual, x, W.device, N);
+    product(AddEpilogue(sum, dresidual, R));
     std::vector<double> added = y;
     for (size_t i = 0; i < added.size(); i++) added[i] += residual[i];
     CHECK(wrong(sum.get(), added, [&](size_t i) { return rounding<float>(added[i]) + off[i] + adding; }) == 0);
     if (W.host.rows[1] != F || R != 2 * F) return; // (gate and up)
-    Device<bf16> hidden((size_t)N * F), gate_up((size_t)N * R);
-    product_gpu(ctx, SwigluEpilogue(hidden, gate_up, F), x, W.device, N);
+    Device<bf16> hidden((size_t)N * F), alone((size_t)N * F), gate_up((size_t)N * R);
+    product(SwigluEpilogue(hidden, gate_up, F));
     CHECK(wrong(gate_up.get(), y, near) == 0);
     std::vector<bf16> want((size_t)N * F);
     const std::vector<bf16> both = gate_up.get();
     swiglu_cpu(cpu(), want.data(), both.data(), N, F);
     CHECK(differences(hidden.get(), want, 1) == 0);
+    product(SwigluEpilogue(alone, nullptr, F));
+    CHECK(same_bits(alone.get(), hidden.get()));
+}
+static void check_products(Random& random, Context& ctx, const PackedMatrix& W, const Device<bf16>& x, int N,
+                           const std::vector<double>& y, const std::vector<double>& off, double adding = 0) {
+    check_epilogues(random, W, N, y, off, adding, [&](auto epilogue) {
+        using E = decltype(epilogue);
+        if constexpr (E::PAIR) product_gpu(ctx, epilogue, x, W.device, N);
+        else if constexpr (E::ADDS) linear_add_gpu(ctx, epilogue.out, epilogue.residual, x, W.device, N);
+        else linear_gpu(ctx, epilogue.out, x, W.device, N);
+    });
 }
 // The head's, of the tokens in reverse order.
 static void check_head(Context& ctx, const PackedMatrix& W, const Device<bf16>& x, int N, const std::vector<double>& y,
@@ -282,42 +294,62 @@ TEST_CASE("packed weights, few tokens: products are those of W.at, with every ep
         }
 }
 
-TEST_CASE("packed weights, 17 to 128 tokens on Hopper: products are those of W.at rounded, with every epilogue, tile and number of splits") {
+// The same by one tile, with every number of warpgroups and splits; and in a few blocks, which take tiles in turn.
+template <class F, int TOKENS>
+static void check_tiles(Random& random, Context& ctx, const PackedMatrix& W, const Device<bf16>& x, int N,
+                        const std::vector<double>& y, const std::vector<double>& off) {
+    const int R = W.host.out(), K = W.host.in, all = ctx.gpu->sms;
+    const std::pair<int, int> ways[] = {{1, all}, {2, all}, {3, all}, {8, all}, {1, 4}};
+    for (int warpgroups = 1; warpgroups <= PackedTile<F, TOKENS>::WARPGROUPS; warpgroups++)
+        for (const auto& way : ways) {
+            const int splits = way.first, sms = way.second;
+            if (splits > (K + PACKED_IN - 1) / PACKED_IN || (R > 1000 && (splits > 1 || sms < all))) continue;
+            INFO("tokens " << TOKENS << " warpgroups " << warpgroups << " splits " << splits << " multiprocessors " << sms);
+            ctx.gpu->sms = sms;
+            const auto product = [&](auto epilogue) {
+                PackedArgs p = packed_args(W.device);
+                p.x = x, p.N = N;
+                if (epilogue.PAIR) p.out = W.host.rows[0];
+                launch_packed_hopper<F, TOKENS>(ctx, p, {TOKENS, warpgroups, splits}, epilogue);
+            };
+            Device<float> logits((size_t)N * R);
+            product(StoreEpilogue<float>(logits, R));
+            CHECK(wrong(logits.get(), y, [&](size_t i) { return off[i]; }) == 0);
+            check_epilogues(random, W, N, y, off, sum_error<float>(1), product);
+            ctx.gpu->sms = all;
+        }
+}
+TEST_CASE("packed weights, 17 tokens and more on Hopper: products are those of W.at rounded, with every epilogue, tile and number of splits") {
     if (!gpu().gpu->hopper) return;
     Random random{24};
     Scratchpad pad;
-    struct Shape { std::vector<int> rows; int in; };
+    struct Case { std::vector<int> rows; int in; std::vector<int> tokens; };
+    const Case cases[] = {{{8}, 16, {17, 129}},
+                          {{72, 16, 24}, 464, {17, 33, 64, 65, 100, 128, 129, 257, 500}},
+                          {{136, 136}, 1040, {17, 64, 100, 128, 200, 256, 300, 512}},
+                          {{1160, 1160}, 144, {1000, 2000}}};
     for (const PackedKind& kind : PACKED_KINDS)
-        for (const Shape& shape : {Shape{{8}, 16}, Shape{{72, 16, 24}, 464}, Shape{{136, 136}, 1040}}) {
-            PackedMatrix W(random, kind, shape.rows, shape.in, 8); // (no room to unpack it)
+        for (const Case& c : cases) {
+            if (c.rows[0] > 1000 && kind.format != Format::INT8) continue; // (the definition takes its time)
+            PackedMatrix W(random, kind, c.rows, c.in, 8); // (no room to unpack it)
             W.use(pad.ctx);
             if (!streams_packed(pad.ctx, W.device, 17)) continue;
-            const int R = W.host.out(), K = shape.in;
             const double slack = kind.format == Format::FP8 ? 4e-3 : 0; // an operand may be rounded the other way
-            for (int N : {17, 33, 64, 65, 100, 128}) {
-                INFO("format " << (int)kind.format << " group " << kind.group << " zeros " << kind.zeros << " N " << N << " R " << R << " K " << K);
-                const std::vector<bf16> x = random.fill<bf16>((size_t)N * K);
-                const std::vector<double> y = WideLinear(W.plain)(as_double(x), N);
-                std::vector<double> off = WideLinear(W.plain, true)(magnitudes(x), N);
+            const WideLinear wide(W.plain), sizes(W.plain, true);
+            for (int N : c.tokens) {
+                INFO("format " << (int)kind.format << " group " << kind.group << " zeros " << kind.zeros << " N " << N << " R " << W.host.out() << " K " << c.in);
+                const std::vector<bf16> x = random.fill<bf16>((size_t)N * c.in);
+                const std::vector<double> y = wide(as_double(x), N);
+                std::vector<double> off = sizes(magnitudes(x), N);
                 for (double& v : off) v = sum_error<float>(4 * v) + slack * v;
                 const Device<bf16> dx(x);
                 check_products(random, pad.ctx, W, dx, N, y, off, sum_error<float>(1));
                 check_head(pad.ctx, W, dx, N, y, off);
                 with_packing(W.device, [&](auto format) {
                     using F = decltype(format);
-                    PackedArgs p = packed_args(W.device);
-                    p.x = dx, p.N = N;
-                    for (int warpgroups = 1; warpgroups <= (N <= 64 ? 4 : 3); warpgroups++)
-                        for (int splits : {1, 2, 3, 8}) {
-                            if (splits > (K + PACKED_IN - 1) / PACKED_IN) continue;
-                            INFO("warpgroups " << warpgroups << " splits " << splits);
-                            const PackedPlan plan = {warpgroups, splits};
-                            Device<float> each((size_t)N * R);
-                            const StoreEpilogue<float> epilogue(each, R);
-                            if (N <= 64) launch_packed_hopper<F, 64>(pad.ctx, p, plan, epilogue);
-                            else launch_packed_hopper<F, 128>(pad.ctx, p, plan, epilogue);
-                            CHECK(wrong(each.get(), y, [&](size_t i) { return off[i]; }) == 0);
-                        }
+                    if (N <= 64 || N == 257) check_tiles<F, 64>(random, pad.ctx, W, dx, N, y, off);
+                    if (N > 64) check_tiles<F, 128>(random, pad.ctx, W, dx, N, y, off);
+                    if (N > 128) check_tiles<F, 256>(random, pad.ctx, W, dx, N, y, off);
                 }, PACKED_IN - 1);
             }
         }
@@ -331,16 +363,16 @@ TEST_CASE("packed weights, many tokens: unpacked they are W.at rounded, and forw
             const int R = std::accumulate(blocks.begin(), blocks.end(), 0), K = in;
             PackedMatrix W(random, kind, blocks, K, (size_t)R * K);
             W.use(pad.ctx);
-            for (int N : {136, 200}) { // (fewer: Hopper does not unpack them)
+            for (int N : {136, 200, UNPACKED_FROM}) {
                 INFO("format " << (int)kind.format << " group " << kind.group << " zeros " << kind.zeros << " N " << N << " R " << R << " K " << K);
                 const Device<bf16> x(random.fill<bf16>((size_t)N * K)), dy(random.fill<bf16>((size_t)N * R));
                 Device<bf16> a((size_t)N * R), b((size_t)N * R), da((size_t)N * K), db((size_t)N * K);
                 linear_gpu(pad.ctx, a, x, W.device, N);
-                CHECK(same_bits(W.scratch.get(), W.rounded));
                 linear_gpu(pad.ctx, b, x, W.plain_device, N);
-                CHECK(same_bits(a.get(), b.get()));
+                if (!streams_packed(pad.ctx, W.device, N)) CHECK(same_bits(a.get(), b.get())); // (else nothing was unpacked)
                 bf16* const none = nullptr;
                 linear_backward_input_gpu(pad.ctx, da, none, nullptr, dy, W.device, N);
+                CHECK(same_bits(W.scratch.get(), W.rounded));
                 linear_backward_input_gpu(pad.ctx, db, none, nullptr, dy, W.plain_device, N);
                 CHECK(same_bits(da.get(), db.get()));
             }
@@ -1551,7 +1583,7 @@ TEST_CASE("packed weights: a prompt has the same bits in every new session, whos
     const RandomCheckpoint m(gpu(), 1024, 3072, 16, 8, 4096, 1, true);
     const PackedCheckpoint packed(m, Format::INT8, 32);
     // (64: four turns of warpgroups; 128: three, and 1% of the sessions were wrong where a turn could pass another.)
-    for (int N : {64, 128}) {
+    for (int N : {64, 128, 300}) {
         INFO(N << " tokens");
         std::vector<int> prompt;
         Random random{9};

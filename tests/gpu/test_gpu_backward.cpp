@@ -4,6 +4,7 @@
 #include "model/dataset.h"
 #include "model/quantize.h"
 #include "model/write.h"
+#include "tests/dora.h"
 #include "tests/gpu/gpu.h"
 #include "tests/gradients.h"
 #include "tests/http.h"
@@ -286,6 +287,104 @@ TEST_CASE("dropout inside a product: every tile's mask, whole and in splits") {
             check(yes, Hopper64x64{}, 1), check(yes, HopperPairs{}, 1);
 #endif
         }
+}
+
+// |got - want| / |want|
+template <class X> static double distance(const std::vector<X>& got, const std::vector<X>& want) {
+    REQUIRE(got.size() == want.size());
+    double off = 0, size = 0;
+    for (size_t i = 0; i < want.size(); i++) off += std::pow((double)to_acc(got[i]) - to_acc(want[i]), 2), size += std::pow((double)to_acc(want[i]), 2);
+    return std::sqrt(off / size);
+}
+
+TEST_CASE("DoRA: lengths of rows, the product by each epilogue, gradients, with dropout and without; twice the same bits") {
+    Random random{12};
+    Scratchpad pad;
+    for (const AdaptedShape& shape : {AdaptedShape{{64, 32, 32}, 72, {0, 1, 2}, 8}, AdaptedShape{{256, 128, 128}, 1024, {0, 2}, 32}, AdaptedShape{{200}, 136, {0}, 40},
+                                      AdaptedShape{{96, 96}, 264, {0, 1}, 16}, AdaptedShape{{1304, 1304}, 264, {1}, 24}, AdaptedShape{{64, 32, 32}, 72, {1}, 264}})
+        for (int N : {1, 7, 16, 33, 257, 1000})
+            for (float p : {0.f, 0.25f}) {
+                INFO("N " << N << " in " << shape.in << " rank " << shape.rank << " p " << p);
+                DoraProduct<bf16> d(random, shape.rows, shape.blocks, shape.in, shape.rank, N, p, 0.3);
+                const int R = d.W.out(), K = shape.in, E = (int)d.W.adapter.width();
+                const Device<bf16> w(d.w), A(d.A), B(d.sB);
+                const Device<float> m(d.m);
+                const Device<uint32_t> token(d.token);
+                Device<uint32_t> kept(DropoutMasks::size((int)shape.blocks.size(), K, (size_t)N));
+                Device<float> norm((size_t)R), c((size_t)R), dm((size_t)R), dB((size_t)R * E);
+                Device<bf16> h((size_t)N * E), u((size_t)N * R), off((size_t)N * R), less((size_t)2 * N * K), y((size_t)N * R), du((size_t)N * R), dx((size_t)N * K), dh((size_t)N * E);
+                Dropout dropout = d.dropout;
+                dropout.token = token;
+                Linear<bf16> W = d.W;
+                for (int b = 0; b < 3; b++) W.w[b] = w.data + (size_t)W.first_row(b) * K;
+                Adapter<bf16>& a = W.adapter;
+                a.A = A.data, a.B = B.data, a.h = h, a.kept = kept, a.dropout = p > 0 ? &dropout : nullptr;
+                a.dora.m = m.data, a.dora.norm = norm, a.dora.c = c, a.dora.u = u, a.dora.off = off, a.dora.x = less, a.dora.dx = less.data + (size_t)N * K;
+                dora_norm(d.W);
+                dora_norm_gpu(pad.ctx, W);
+                const std::vector<float> lengths = norm.get(), scales = c.get();
+                for (int r = 0; r < R; r++) {
+                    CHECK((lengths[(size_t)r] == d.norm[(size_t)r] || std::fabs(lengths[(size_t)r] / d.norm[(size_t)r] - 1) < 2e-6));
+                    CHECK(std::fabs(scales[(size_t)r] / d.c[(size_t)r] - 1) < 2e-6);
+                }
+
+                const std::vector<bf16> x = random.fill<bf16>((size_t)N * K), dy = random.fill<bf16>((size_t)N * R);
+                const Device<bf16> device_x(x), device_dy(dy);
+                std::vector<bf16> want((size_t)N * R);
+                linear_cpu(cpu(), want.data(), x.data(), d.W, N);
+                linear_gpu(pad.ctx, y, device_x, W, N);
+                CHECK(distance(y.get(), want) < 6e-3);
+                CHECK(distance(u.get(), d.u) < 6e-3);
+                const std::vector<bf16> first = y.get();
+                linear_gpu(pad.ctx, y, device_x, W, N);
+                CHECK(same_bits(y.get(), first));
+                const std::vector<float> residual = random.fill<float>((size_t)N * R);
+                const Device<float> device_residual(residual);
+                Device<float> sum((size_t)N * R);
+                std::vector<float> want_sum(residual.size());
+                linear_add_cpu(cpu(), want_sum.data(), residual.data(), x.data(), d.W, N);
+                linear_add_gpu(pad.ctx, sum, device_residual, device_x, W, N);
+                CHECK(distance(sum.get(), want_sum) < 6e-3);
+                if (shape.rows.size() == 2) { // gate and up, behind the norm, which makes the masks
+                    const std::vector<float> stream = random.fill<float>((size_t)N * K);
+                    const std::vector<bf16> weight = random.fill<bf16>((size_t)K, 1, 1);
+                    const Device<float> device_stream(stream);
+                    const Device<bf16> device_weight(weight);
+                    Device<bf16> hidden((size_t)N * R / 2), normed((size_t)N * K);
+                    std::vector<bf16> want_hidden((size_t)N * R / 2), want_normed((size_t)N * K);
+                    norm_linear_swiglu_cpu(cpu(), want_hidden.data(), want.data(), want_normed.data(), stream.data(), weight.data(), d.W, N, 1e-6f);
+                    norm_linear_swiglu_gpu(pad.ctx, hidden, y, normed, device_stream, device_weight, W, N, 1e-6f);
+                    CHECK(distance(hidden.get(), want_hidden) < 2e-2);
+                    CHECK(distance(y.get(), want) < 6e-3);
+                    linear_cpu(cpu(), want.data(), x.data(), d.W, N);
+                    linear_gpu(pad.ctx, y, device_x, W, N);
+                }
+
+                const std::vector<float> old_m = random.fill<float>((size_t)R), old_B = random.fill<float>((size_t)R * E, 0.1);
+                std::vector<float> want_m = old_m, want_B = old_B;
+                std::vector<bf16> want_u((size_t)N * R), want_x((size_t)N * K), want_h((size_t)N * E);
+                dm.replace(old_m), dB.replace(old_B), u.replace(d.u), h.replace(d.h);
+                dora_backward(want_u.data(), want_m.data(), dy.data(), d.W, N);
+                dora_backward_gpu(pad.ctx, du, dm, device_dy, W, N);
+                CHECK(distance(du.get(), want_u) < 6e-3);
+                CHECK(distance(dm.get(), want_m) < 1e-4);
+                for (int r = 0; r < R; r++)
+                    if (d.W.module_of(r) < 0) CHECK(dm.get()[(size_t)r] == old_m[(size_t)r]);
+                linear_backward_input_cpu(cpu(), want_x.data(), want_h.data(), want_B.data(), want_u.data(), d.W, N);
+                linear_backward_input_gpu(pad.ctx, dx, dh, dB, du, W, N);
+                CHECK(distance(dx.get(), want_x) < 1e-2);
+                CHECK(distance(dh.get(), want_h) < 1e-2);
+                CHECK(distance(dB.get(), want_B) < 1e-2);
+                const std::vector<bf16> gate_up = random.fill<bf16>((size_t)N * 2 * K, 4), dhidden = dx.get();
+                const Device<bf16> device_gate_up(gate_up);
+                Device<bf16> dgate_up((size_t)N * 2 * K), hidden((size_t)N * K);
+                std::vector<bf16> want_gate_up((size_t)N * 2 * K), want_hidden((size_t)N * K);
+                swiglu_backward_cpu(cpu(), want_gate_up.data(), want_hidden.data(), dhidden.data(), gate_up.data(), N, K);
+                linear_backward_swiglu_gpu(pad.ctx, dgate_up, hidden, nullptr, dh, dB, du, device_gate_up, W, N);
+                CHECK(distance(dgate_up.get(), want_gate_up) < 6e-3);
+                CHECK(distance(hidden.get(), want_hidden) < 6e-3);
+            }
+    for (int n : pad.arrived.get()) CHECK(n == 0);
 }
 
 TEST_CASE("the head's loss in place, and the head's backward") {
@@ -782,6 +881,58 @@ TEST_CASE("two GPUs have one's curve with the same rows a step, by NCCL; twice t
 }
 
 #ifndef QWEN3_PORTABLE
+TEST_CASE("train_lora --dora on the GPU: the CPU's losses, with dropout, recomputed, on packed weights; the adapter in use") {
+    const ModelFile from("tests/fixtures/tiny/model.bin");
+    const Scratch s;
+    write_fixture_rows(s / "rows.bin");
+    const Dataset data(s / "rows.bin");
+    Quantization how;
+    how.format = Format::INT4, how.group = 64;
+    write_safetensors(s / "int4.bin", model_metadata(quantized_config(from, how), from.generation_text), quantize_model<bf16>(from, how, {}));
+    for (const std::string& model : {from.path, s / "int4.bin"})
+        for (float p : {0.f, 0.2f}) {
+            const ModelFile file(model);
+            std::vector<double> losses[3];
+            for (int run = 0; run < 3; run++) { // on the CPU; on the GPU; recomputed
+                TrainOptions o;
+                o.packed = true, o.dropout = p, o.steps = 12, o.lr = 5e-3, o.shuffle = false, o.recompute = run == 2;
+                o.rank_step = run ? GPU_RANK_STEP : 1;
+                o.lora.rank = 8, o.lora.alpha = 16, o.lora.dora = true;
+                std::fill(o.lora.targets, o.lora.targets + MODULES, true);
+                Trainer<bf16> t(o, run ? gpu() : Context(), file, data, nullptr);
+                while (t.step < 12) {
+                    REQUIRE(t.train_step());
+                    losses[run].push_back(t.last_loss);
+                }
+                losses[run].push_back(t.mean_loss(data, t.loader.rows));
+                t.write_result(s / "a", 0);
+            }
+            CHECK(losses[1] == losses[2]);
+            for (size_t i = 0; i < losses[0].size(); i++) {
+                INFO("step " << i << " p " << p << ": " << losses[1][i] << ", the CPU's " << losses[0][i]);
+                CHECK(std::fabs(losses[1][i] - losses[0][i]) < (i ? 0.03 * losses[0][0] : 5e-3));
+            }
+            CHECK(losses[1].back() < 0.8 * losses[1][0]);
+            Weights<bf16> w(file, Format::PLAIN, true); // (a CPU keeps what is quantised)
+            Context ctx = gpu();
+            w.upload(ctx, file);
+            const AdapterFile written(s / "a", file.config);
+            const AttachedAdapter<bf16> attached(ctx, w, written, Session<bf16>::GPU_CHUNK);
+            Session<bf16> session(file.config, w, 160, ctx);
+            double sum = 0;
+            for (size_t i = 0; i < data.rows(); i++) {
+                std::vector<int> ids;
+                for (uint32_t word : data.row(i)) ids.push_back((int)(word & ~TRAIN));
+                session.rewind(0);
+                size_t at = 0;
+                session.feed(ids, nullptr, [&](const float* row) {
+                    if (++at < ids.size() && data.row(i).first[at] & TRAIN) sum += log_sum(row, file.config.V, 1.f) - row[ids[at]];
+                });
+            }
+            CHECK(sum / (double)data.trained() == doctest::Approx(losses[1].back()).epsilon(0.02));
+        }
+}
+
 TEST_CASE("QLoRA on the GPU: gradients of adapters on packed weights are as near to the truth as PyTorch's bf16 ones, and the CPU's") {
     const ModelFile from("tests/fixtures/tiny/model.bin");
     for (Format format : {Format::INT4, Format::INT8, Format::FP8}) {

@@ -2,13 +2,14 @@
 """Reference values for the training tests, from PyTorch, transformers and PEFT (run from the repo root after `make`).
 The result is committed; tests/fixtures/README.md describes every file.
 
-    python tests/reference/make_train_fixtures.py [ops] [gradients] [peft] [loraplus] [modules] [bf16]        all of them, or only the named ones
+    python tests/reference/make_train_fixtures.py [ops] [gradients] [peft] [loraplus] [modules] [dora] [bf16]        all of them, or only the named ones
 
 ops        every op's gradients by autograd, in double
 gradients  two small models, tied and not, and the gradients of all their parameters by the loss of a few rows, in fp32
 peft       a first adapter, and the losses of 100 steps from it, with PEFT, AdamW and the Trainer's schedule, in fp32
 loraplus   the losses of 30 steps from that adapter with PEFT's LoRA+, in fp32
 modules    adapters with an embedding and a head of their own (modules_to_save): the gradients, and the losses of 30 steps, in fp32
+dora       adapters with DoRA: the gradients, and the losses of 30 steps, in fp32; one of them with PEFT's LoRA+
 bf16       how far PyTorch's gradients in bf16 are from those in fp32, for all of `tiny` and for an adapter of it
 """
 import json
@@ -81,13 +82,15 @@ def tiny_model(scratch):
     return Qwen3ForCausalLM.from_pretrained(scratch + "/hf", dtype=torch.float32, attn_implementation="eager")
 
 
-def make_fuzz_seed():
+def make_fuzz_seed(dora=False):
     """What fuzz_adapter reads: an adapter of rank 1 for `tiny`, one module: config, a zero byte, tensors."""
     with open(ROOT + "/adapter/adapter_config.json", "rb") as file:
-        config = dict(json.load(file), r=1, target_modules=["k_proj"])
+        config = dict(json.load(file), r=1, target_modules=["k_proj"], use_dora=dora)
     tensors = {f"base_model.model.model.layers.{i}.self_attn.k_proj.lora_{m}.weight": torch.full((1, 64) if m == "A" else (128, 1), 0.01)
                for i in range(2) for m in "AB"}
-    with open(fixtures.ROOT + "/fuzz/adapter/k_proj", "wb") as out:
+    if dora:
+        tensors.update({f"base_model.model.model.layers.{i}.self_attn.k_proj.lora_magnitude_vector": torch.ones(128) for i in range(2)})
+    with open(fixtures.ROOT + "/fuzz/adapter/k_proj" + dora * "_dora", "wb") as out:
         out.write(json.dumps(config).encode() + b"\0" + save(tensors))
 
 
@@ -105,32 +108,53 @@ def make_loraplus():
     print(f"loraplus: loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
+def make_adapter(folder, base, seed, config, renamed):
+    """A random adapter of a small model in a folder, with its gradients on the model's rows; `renamed`: from and to, in
+    the gradients' names. Returns the model, the rows and the names."""
+    torch.manual_seed(seed)
+    with open(f"{ROOT}/{base}/rows.json") as file:
+        rows = json.load(file)
+    rows = list(zip(rows["ids"], rows["trained"]))
+    count = sum(sum(trained) for _, trained in rows)
+    model = get_peft_model(fixtures.load(f"{ROOT}/{base}", torch.float32, "eager"), config)
+    for n, p in model.named_parameters():
+        if p.requires_grad:
+            p.data += 0.05 * torch.randn(p.shape)
+    model.peft_config["default"].base_model_name_or_path = base
+    model.peft_config["default"].target_modules = sorted(config.target_modules)
+    model.save_pretrained(folder)
+    os.remove(folder + "/README.md")
+    (sum(row_loss(model, *row) for row in rows) / count).backward()
+    some = {n.replace(".default", "").replace(*renamed): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    save_file(some, folder + "/gradients.safetensors", {"format": "pt"})
+    model.zero_grad()
+    return model.train(), rows, sorted(some)
+
+
 def make_modules():
     golden = {"steps": 30, "lr": 5e-3}
     for name, base, saved in (("both", "tied", ["embed_tokens", "lm_head"]), ("embed", "tied", ["embed_tokens"]), ("untied", "untied", ["embed_tokens", "lm_head"])):
-        torch.manual_seed(4)
-        with open(f"{ROOT}/{base}/rows.json") as file:
-            rows = json.load(file)
-        rows = list(zip(rows["ids"], rows["trained"]))
-        count = sum(sum(trained) for _, trained in rows)
         config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "down_proj"], modules_to_save=saved, task_type="CAUSAL_LM")
-        model = get_peft_model(fixtures.load(f"{ROOT}/{base}", torch.float32, "eager"), config)
-        for n, p in model.named_parameters():
-            if p.requires_grad:
-                p.data += 0.05 * torch.randn(p.shape)
-        model.peft_config["default"].base_model_name_or_path = base
-        model.peft_config["default"].target_modules = sorted(config.target_modules)
-        folder = f"{ROOT}/modules_{name}"
-        model.save_pretrained(folder)
-        os.remove(folder + "/README.md")
-        (sum(row_loss(model, *row) for row in rows) / count).backward()
-        some = {n.replace(".default", "").replace(".modules_to_save", ""): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-        save_file(some, folder + "/gradients.safetensors", {"format": "pt"})
-        model.zero_grad()
-        losses, norms = train_peft(model.train(), rows, 30, len(rows), 5e-3)
+        model, rows, names = make_adapter(f"{ROOT}/modules_{name}", base, 4, config, (".modules_to_save", ""))
+        losses, norms = train_peft(model, rows, 30, len(rows), 5e-3)
         golden[name] = {"losses": losses, "norms": norms}
-        print(f"modules: {name}, {sorted(some)[:2]}.., loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+        print(f"modules: {name}, {names[:2]}.., loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     fixtures.write_golden(ROOT + "/modules.json", golden)
+
+
+def make_dora():
+    golden = {"steps": 30, "lr": 5e-3, "ratio": 4}
+    for name, base, targets, rslora in (("all", "tied", "q k v o gate up down", False), ("some", "untied", "k v up down", True)):
+        config = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, use_dora=True, use_rslora=rslora, target_modules=[m + "_proj" for m in targets.split()], task_type="CAUSAL_LM")
+        model, rows, names = make_adapter(f"{ROOT}/dora_{name}", base, 6, config, ("_vector.weight", "_vector"))
+        losses, norms = train_peft(model, rows, 30, len(rows), 5e-3, ratio=None if name == "all" else 4)
+        model.eval()
+        logits = model(torch.tensor([rows[0][0]])).logits[0]
+        merged = model.merge_and_unload()(torch.tensor([rows[0][0]])).logits[0]
+        golden[name] = {"losses": losses, "norms": norms}
+        print(f"dora: {name}, {len(names)} tensors, loss {losses[0]:.4f} -> {losses[-1]:.4f}, merged {(merged - logits).abs().max():.1e}")
+    fixtures.write_golden(ROOT + "/dora.json", golden)
+    make_fuzz_seed(dora=True)
 
 
 def make_peft():
@@ -287,5 +311,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     os.makedirs(ROOT, exist_ok=True)
-    for name in sys.argv[1:] or ["ops", "gradients", "peft", "loraplus", "modules", "bf16"]:
+    for name in sys.argv[1:] or ["ops", "gradients", "peft", "loraplus", "modules", "dora", "bf16"]:
         globals()["make_" + name]()

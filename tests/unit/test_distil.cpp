@@ -11,16 +11,6 @@
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/distil/";
 
-static Process start(const char* name, const Strings& arguments) {
-    return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
-}
-static Result must(const char* name, const Strings& arguments) {
-    const Result r = start(name, arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
-static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 
 // 32 rows, 8 rows, and a teacher: `tiny`, trained on the former.
 struct Lesson {

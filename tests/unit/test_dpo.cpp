@@ -9,16 +9,6 @@
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin", FIXTURES = "tests/fixtures/dpo/";
 
-static Process start(const char* name, const Strings& arguments) {
-    return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
-}
-static Result must(const char* name, const Strings& arguments) {
-    const Result r = start(name, arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
-static const char* trainer() { return program("TRAIN_LORA", "./train_lora"); }
 static const char* datagen() { return program("DATAGEN", "./datagen"); }
 static const Strings ONE = {"-z", VOCABULARY, "-j", "1"};
 // Packs rows into `out` beside them, which is returned.
@@ -301,11 +291,11 @@ TEST_CASE("Ctrl-C and --resume, LoRA and --full: to the bit as if nothing had be
         how = how + (full ? Strings{"--full"} : Strings{"--rank", "4", "--alpha", "8", "--dropout", "0.1"});
         const std::string whole = out / ("whole" + kind), parts = out / ("parts" + kind), file = full ? "/model.bin" : "/adapter_model.safetensors";
         train(how + Strings{"-o", whole});
-        Process p = start(trainer(), how + Strings{"-o", parts});
+        Process p = start_program(trainer(), how + Strings{"-o", parts});
         interrupt_at_step(4, p, parts);
         CHECK(logged(parts, "loss").size() < 10); // it was really stopped on its way
         for (const Strings& other : {Strings{"--beta", "0.2"}, {kto ? "--desirable-weight" : kind == "--orpo" ? "--beta" : "--label-smoothing", "0.3"}})
-            check_refusal(start(trainer(), how + other + Strings{"-o", parts, "--resume"}).wait(), "train_lora", format("begun with %s", kto && other[0] != "--beta" ? "desirable" : other[0].c_str() + 2));
+            check_refusal(start_program(trainer(), how + other + Strings{"-o", parts, "--resume"}).wait(), "train_lora", format("begun with %s", kto && other[0] != "--beta" ? "desirable" : other[0].c_str() + 2));
         train(how + Strings{"-o", parts, "--resume"});
         CHECK(read_file(parts + file) == read_file(whole + file));
         CHECK(read_file(parts + "/best" + file) == read_file(whole + "/best" + file));
@@ -317,7 +307,7 @@ TEST_CASE("what --dpo cannot train: one line, and nothing is written") {
     Scratch out;
     const std::string long_pair = pack(out, "long", R"({"instruction": "warp?", "chosen": "a b c d e f g h i j k l m n o p", "rejected": "no"})" "\n");
     auto refused = [&](const Strings& arguments, const char* word) {
-        check_refusal(start(trainer(), Strings{TINY} + arguments + Strings{"-o", out / "o"} + ONE).wait(), "train_lora", word);
+        check_refusal(start_program(trainer(), Strings{TINY} + arguments + Strings{"-o", out / "o"} + ONE).wait(), "train_lora", word);
         CHECK(!fs::exists(out / "o"));
     };
     refused({pairs().rows, "--dpo"}, "rows.bin: --dpo trains on pairs");
@@ -487,7 +477,7 @@ TEST_CASE("pack: labelled answers, each with the answer to another prompt; LLaMA
     // Refused
     auto refused = [&](const std::string& text, const char* word) {
         write_file(scratch / "bad.jsonl", text + "\n");
-        check_refusal(start(datagen(), {"pack", "-z", VOCABULARY, scratch / "bad.jsonl", scratch / "bad.bin", "--info", "none"}).wait(), "datagen", word);
+        check_refusal(start_program(datagen(), {"pack", "-z", VOCABULARY, scratch / "bad.jsonl", scratch / "bad.bin", "--info", "none"}).wait(), "datagen", word);
         CHECK(!fs::exists(scratch / "bad.bin"));
     };
     const std::string good = lines(rows)[0] + "\n", none = R"({"instruction": "Q", "output": "x"})";
@@ -504,7 +494,7 @@ TEST_CASE("pack: what is no pair is named by its line, and nothing is written") 
     const std::string good = R"({"instruction": "Q", "chosen": "x", "rejected": "y"})" "\n";
     auto refused = [&](const std::string& row, const char* word) {
         write_file(scratch / "x.jsonl", good + row + "\n");
-        const Result r = start(datagen(), {"pack", "-z", VOCABULARY, scratch / "x.jsonl", scratch / "x.bin", "--info", "none"}).wait();
+        const Result r = start_program(datagen(), {"pack", "-z", VOCABULARY, scratch / "x.jsonl", scratch / "x.bin", "--info", "none"}).wait();
         check_refusal(r, "datagen", word);
         check_refusal(r, "datagen", "x.jsonl: line 2: ");
         CHECK(!fs::exists(scratch / "x.bin"));
@@ -527,13 +517,13 @@ TEST_CASE("pack: what is no pair is named by its line, and nothing is written") 
     refused(R"({"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "human", "value": "x"}, "rejected": {"from": "gpt", "value": "y"}})", "chosen: not the assistant's");
     refused(R"({"instruction": "Q", "output": "x"})", "no chosen and rejected answer, which the rows before it have");
     write_file(scratch / "y.jsonl", R"({"instruction": "Q", "output": "x"})" "\n" + good);
-    check_refusal(start(datagen(), {"pack", "-z", VOCABULARY, scratch / "y.jsonl", scratch / "x.bin", "--info", "none"}).wait(), "datagen", "line 2: a chosen and a rejected answer");
-    check_refusal(start(datagen(), {"pack", "-z", VOCABULARY, scratch / "y.jsonl", scratch / "x.bin", "--info", "none", "--max-len", "4"}).wait(), "datagen", "line 2: a chosen and a rejected answer");
+    check_refusal(start_program(datagen(), {"pack", "-z", VOCABULARY, scratch / "y.jsonl", scratch / "x.bin", "--info", "none"}).wait(), "datagen", "line 2: a chosen and a rejected answer");
+    check_refusal(start_program(datagen(), {"pack", "-z", VOCABULARY, scratch / "y.jsonl", scratch / "x.bin", "--info", "none", "--max-len", "4"}).wait(), "datagen", "line 2: a chosen and a rejected answer");
     // Too long: one answer, or the prompt.
     write_file(scratch / "z.jsonl", good + R"({"instruction": "Q", "chosen": "a b c d e f g h i j k l m n o p", "rejected": "y"})" "\n");
     const Strings how = {"pack", "-z", VOCABULARY, scratch / "z.jsonl", scratch / "z.bin", "--info", "none", "--max-len", "24"};
     CHECK(must(datagen(), how).err.find("1 dropped") != std::string::npos);
     CHECK(Dataset(scratch / "z.bin").rows() == 2);
-    check_refusal(start(datagen(), how + Strings{"--over", "refuse"}).wait(), "datagen", "line 2: ");
-    check_refusal(start(datagen(), how + Strings{"--max-len", "5"}).wait(), "datagen", "all rows are too long");
+    check_refusal(start_program(datagen(), how + Strings{"--over", "refuse"}).wait(), "datagen", "line 2: ");
+    check_refusal(start_program(datagen(), how + Strings{"--max-len", "5"}).wait(), "datagen", "all rows are too long");
 }

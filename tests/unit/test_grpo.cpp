@@ -34,7 +34,6 @@ static const QuestionFiles& questions() {
     static QuestionFiles once;
     return once;
 }
-static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 static std::string script(const Scratch& scratch, const char* name, const std::string& text) {
     write_file(scratch / name, "#!/bin/sh\n" + text + "\n");
     fs::permissions(scratch / name, fs::perms::owner_all);

@@ -12,13 +12,6 @@
 
 static const std::string FIXTURES = "tests/fixtures/train/", TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 
-static Result run(const char* name, const Strings& arguments) {
-    const Result r = Process(name, arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
-static std::string adapter(const std::string& out) { return read_file(out + "/adapter_model.safetensors"); }
 
 // The rows of a small model's fixture as a dataset.
 static void write_rows(const std::string& base, const std::string& path) {
@@ -95,22 +88,9 @@ TEST_CASE("an embedding and a head beside LoRA: PEFT's gradients, and the losses
         CHECK(!merged.config.tied);
         CHECK(merged.tensors.count("lm_head.weight") == 1);
         const Weights<float> whole(merged);
-        auto loss_of = [&](const Config& c, const Weights<float>& weights) {
-            double sum = 0;
-            for (size_t i = 0; i < data.rows(); i++) {
-                Session<float> session(c, weights, 64, Context());
-                std::vector<int> ids;
-                for (uint32_t word : data.row(i)) ids.push_back((int)(word & ~TRAIN));
-                size_t at = 0;
-                session.feed(ids, nullptr, [&](const float* row) {
-                    if (++at < ids.size() && data.row(i).first[at] & TRAIN) sum += log_sum(row, c.V, 1.f) - row[ids[at]];
-                });
-            }
-            return sum / (double)data.trained();
-        };
         const double loss = t.mean_loss(data, t.loader.rows);
-        CHECK(loss_of(file.config, w) == doctest::Approx(loss).epsilon(1e-5));
-        CHECK(loss_of(merged.config, whole) == doctest::Approx(loss).epsilon(1e-5));
+        CHECK(session_loss(file.config, w, data) == doctest::Approx(loss).epsilon(1e-5));
+        CHECK(session_loss(merged.config, whole, data) == doctest::Approx(loss).epsilon(1e-5));
     }
 }
 
@@ -120,7 +100,7 @@ static std::string packed(const Scratch& out) {
     size_t cut = 0;
     for (int i = 0; i < 16; i++) cut = text.find('\n', cut) + 1;
     write_file(out / "rows.jsonl", text.substr(0, cut));
-    run(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, out / "rows.jsonl", out / "rows.bin", "--info", "none"});
+    must(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, out / "rows.jsonl", out / "rows.bin", "--info", "none"});
     return out / "rows.bin";
 }
 
@@ -151,9 +131,9 @@ TEST_CASE("train_lora --modules-to-save: resume to the bit, ranks, the base open
     CHECK(read_file(out / "merged" + "/config.json").find("\"tie_word_embeddings\": false") != std::string::npos);
     const Strings ask = {"-d", "cpu", "-z", VOCABULARY, "-t", "0", "-n", "16", "-i", "What is a warp?"};
     const char* qwen3 = program("QWEN3", "./qwen3");
-    const std::string said = run(qwen3, Strings{TINY, "--adapter", out / "w"} + ask).out;
-    CHECK(said == run(qwen3, Strings{out / "merged"} + ask).out);
-    CHECK(said != run(qwen3, Strings{TINY} + ask).out);
+    const std::string said = must(qwen3, Strings{TINY, "--adapter", out / "w"} + ask).out;
+    CHECK(said == must(qwen3, Strings{out / "merged"} + ask).out);
+    CHECK(said != must(qwen3, Strings{TINY} + ask).out);
     train({TINY, rows, "--adapter-init", out / "w", "--steps", "2", "--batch", "8", "--lr", "1e-4", "-o", out / "on"}); // goes on from it
     CHECK(logged(out / "on", "loss")[0] < 0.7 * logged(out / "w", "loss")[0]);
 
@@ -166,7 +146,7 @@ TEST_CASE("train_lora --modules-to-save: resume to the bit, ranks, the base open
     refused({TINY, rows, "--full", "--modules-to-save", "lm_head"}, "--full trains the model itself: there is no adapter for --modules-to-save");
     refused({TINY, rows, "--reward-model", "--modules-to-save", "lm_head"}, "not with --modules-to-save");
     refused({TINY, rows, "--adapter-init", out / "w", "--modules-to-save", "lm_head"}, "--adapter-init says it already");
-    run(qwen3, {TINY, "-z", VOCABULARY, "--quantize", "int8", out / "small.bin"});
+    must(qwen3, {TINY, "-z", VOCABULARY, "--quantize", "int8", out / "small.bin"});
     refused({out / "small.bin", rows, "--modules-to-save", "embed_tokens"}, "--modules-to-save: the matrix is quantised");
 
     // A file that is not whole.

@@ -7,17 +7,8 @@
 
 static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "tests/fixtures/tiny/tokenizer.bin";
 static const Strings ONE = {"-z", VOCABULARY, "-j", "1", "-d", "cpu"};
-static const char* trainer() { return program("TRAIN_LORA", "./train_lora"); }
 
-static Result run(const char* name, const Strings& arguments) {
-    return Process(name, arguments, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); }).wait();
-}
-static Result must(const char* name, const Strings& arguments) {
-    const Result r = run(name, arguments);
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
+static Result run(const char* name, const Strings& arguments) { return start_program(name, arguments).wait(); }
 
 // A folder of rows as LLaMA-Factory has them: three datasets and their dataset_info.json.
 struct Folder {
@@ -135,8 +126,8 @@ TEST_CASE("recipes of every stage and loss; the defaults are LLaMA-Factory's") {
     CHECK(options("dataset: first\nfinetuning_type: full\nmax_steps: 7\nsave_strategy: epoch\nlr_scheduler_type: constant\nwarmup_ratio: 0.5\n") ==
           " " + TINY + " --full OUT.train.bin -o OUT" + rest + " --schedule constant --warmup 0 --steps 7");
     CHECK(options("dataset: first\nadapter_name_or_path: a b\nlr_scheduler_type: constant_with_warmup\nwarmup_ratio: 0.5\n").find("--adapter-init 'a b' OUT.train.bin") != std::string::npos);
-    CHECK(options("dataset: first\noverwrite_output_dir: True\nresume_from_checkpoint: false\nreport_to: tensorboard\nuse_rslora: true\nlora_alpha: 16\n")
-              .find("--rslora OUT.train.bin -o OUT --save-every 500 --overwrite --tensorboard --rank 8 --alpha 16 ") != std::string::npos);
+    CHECK(options("dataset: first\noverwrite_output_dir: True\nresume_from_checkpoint: false\nreport_to: tensorboard\nuse_rslora: true\nuse_dora: true\nlora_alpha: 16\n")
+              .find("--rslora --dora OUT.train.bin -o OUT --save-every 500 --overwrite --tensorboard --rank 8 --alpha 16 ") != std::string::npos);
     const Recipe two = read_recipe(f.recipe("two", "dataset: first , second\n"));
     REQUIRE(two.packs.size() == 1);
     CHECK(two.packs[0][3] == "first,second");
@@ -163,7 +154,7 @@ TEST_CASE("what a recipe cannot have is named with its line, and nothing is writ
     refused("optim: adamw_8bit", "line 9: optim: adamw_8bit: it is for finetuning_type full");
     refused("optim: sgd", "line 9: optim: sgd: adamw_torch, adamw_torch_fused, adamw_8bit and adamw_bnb_8bit are done");
     refused("finetuning_type: full\nadditional_target: lm_head", "additional_target: lm_head: it is for a new adapter");
-    refused("use_dora: true", "line 9: use_dora: true: DoRA is not implemented");
+    refused("use_dora: yes", "line 9: use_dora: yes: neither true nor false");
     refused("val_size: 0.1", "line 9: val_size: 0.1: split the rows");
     refused("stage: rm", "line 9: stage: rm: sft, dpo and kto are done");
     refused("finetuning_type: freeze", "lora and full are done");

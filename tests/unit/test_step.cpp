@@ -63,21 +63,31 @@ struct RandomModel {
     struct Matrices {
         std::vector<bf16> norm1, norm2, q_norm, k_norm;
         Matrix qkv, o, gate_up, down;
+        std::vector<bf16> router = {};
+        std::vector<std::pair<Matrix, Matrix>> experts = {}; // gate_up, down
     };
+    struct Experts { int E, k, M; bool normed; };
     std::vector<Matrices> layers;
     std::vector<bf16> norm;
     Matrix embed, head;
     std::vector<float> rope;
     static constexpr int POSITIONS = 1024;
     RandomModel(RandomNumbers& random, int C, int F, int H, int K, int V, int L, bool tied,
-                PackedKind of_layers = {Format::PLAIN, 0, false}, PackedKind of_head = {Format::PLAIN, 0, false}) {
+                PackedKind of_layers = {Format::PLAIN, 0, false}, PackedKind of_head = {Format::PLAIN, 0, false},
+                const Experts& experts = {0, 0, 0, true}) {
         c = {C, L, H, K, STEP_HEAD, F, V, POSITIONS, 1e-6f, 1e6, tied, {}};
+        c.E = experts.E, c.k = experts.k, c.M = experts.M, c.normed_shares = experts.normed;
         if (of_layers.format == Format::PLAIN) c.rope_scaling = {RopeScaling::YARN, 4, 256, 1.2, 32, 1, true};
         const int D = c.D;
         auto matrix = [&](std::vector<int> rows, int in) { return Matrix(random, of_layers, rows, in, 1.7 / std::sqrt(in)); };
         for (int l = 0; l < L; l++) {
             layers.push_back({random.fill(C, 0.5, 1), random.fill(C, 0.5, 1), random.fill(D, 0.5, 1.5), random.fill(D, 0.5, 1.5),
                               matrix({H * D, K * D, K * D}, C), matrix({C}, H * D), matrix({F, F}, C), matrix({C}, F)});
+            if (c.E) layers[l].router = random.fill((size_t)c.E * C, 0.5 / std::sqrt(C));
+            for (int e = 0; e < c.E; e++) {
+                Matrix up = matrix({c.M, c.M}, C); // (before down, in any compiler)
+                layers[l].experts.emplace_back(std::move(up), matrix({C}, c.M));
+            }
         }
         embed = Matrix(random, of_head, {V}, C, 1), norm = random.fill(C, 0.5, 1);
         if (!tied) head = Matrix(random, of_head, {V}, C, 1.7 / std::sqrt(C));
@@ -137,7 +147,7 @@ template <class T> Result by_definition(const RandomModel& m, const Place& place
     Context ctx;
     const Batch b = place.batch();
     std::vector<std::vector<T>> kept;
-    kept.reserve(8 * c.L + 8);
+    kept.reserve((9 + 2 * c.E) * c.L + 8);
     auto keep = [&](const std::vector<bf16>& v) { return (const T*)(kept.push_back(as<T>(v)), kept.back().data()); };
     auto linear_of = [&](const Matrix& w, std::initializer_list<int> rows, int in) {
         return w.as<T>(rows, in, keep(w.numbers));
@@ -156,9 +166,12 @@ template <class T> Result by_definition(const RandomModel& m, const Place& place
     embed(a.layer[0].in, linear_of(m.embed, {c.V}, c.C), b, c.C);
     for (int l = 0; l < c.L; l++) {
         const auto& w = m.layers[l];
-        const Layer<T> layer = {keep(w.norm1), keep(w.norm2), keep(w.q_norm), keep(w.k_norm),
+        Layer<T> layer = {keep(w.norm1), keep(w.norm2), keep(w.q_norm), keep(w.k_norm),
                                 linear_of(w.qkv, {c.H * c.D, c.K * c.D, c.K * c.D}, c.C), linear_of(w.o, {c.C}, c.H * c.D),
                                 linear_of(w.gate_up, {c.F, c.F}, c.C), linear_of(w.down, {c.C}, c.F), {}, {}};
+        if (c.E) layer.router.w[0] = keep(w.router), layer.router.rows[0] = c.E, layer.router.in = c.C;
+        for (auto& e : w.experts)
+            layer.experts.push_back({linear_of(e.first, {c.M, c.M}, c.C), linear_of(e.second, {c.C}, c.M)});
         layer_forward(ctx, c, layer, b, a.layer[l], {&keys[l * place.layer_size], &values[l * place.layer_size]}, rope.data());
     }
     rmsnorm(a.normed, a.layer[0].out, keep(m.norm), b.N, c.C, c.eps);
@@ -178,7 +191,7 @@ template <class S, class Head = S> struct Emulated {
     unsigned blocks;
     StepArgs p, of_head;
     std::vector<uint4> packed, packed_head, words; // (aligned as a GPU's memory)
-    std::vector<bf16> gains;
+    std::vector<bf16> gains, router;
     uint32_t steps = 0;
     int arrived = 0, fault = 0;
     std::vector<float> residual;
@@ -189,14 +202,19 @@ template <class S, class Head = S> struct Emulated {
         : m(m), blocks(blocks), p(plan_step<S>(m.c, N, (int)blocks, BLOCK_MEMORY)),
           of_head(plan_step<Head>(m.c, N, (int)blocks, BLOCK_MEMORY)) {
         const Config& c = m.c;
-        REQUIRE(step_refuses(c) == nullptr);
+        REQUIRE(step_refuses(c, (int)blocks) == nullptr);
         REQUIRE(std::min(p.stages, of_head.stages) > 3);
         packed.resize((p.product[STEP_LOGITS].at + (TWO ? 0 : p.product[STEP_LOGITS].bytes(S::W::CHUNK))) / sizeof(uint4));
         packed_head.resize(TWO ? of_head.product[STEP_LOGITS].bytes(Head::W::CHUNK) / sizeof(uint4) : 0);
         for (int l = 0; l < c.L; l++) {
             const auto& w = m.layers[l];
             pack<S>(place(l, STEP_QKV), p, STEP_QKV, w.qkv), pack<S>(place(l, STEP_O), p, STEP_O, w.o);
-            pack<S>(place(l, STEP_GATE_UP), p, STEP_GATE_UP, w.gate_up), pack<S>(place(l, STEP_DOWN), p, STEP_DOWN, w.down);
+            if (!c.E) pack<S>(place(l, STEP_GATE_UP), p, STEP_GATE_UP, w.gate_up), pack<S>(place(l, STEP_DOWN), p, STEP_DOWN, w.down);
+            for (size_t e = 0; e < w.experts.size(); e++) {
+                pack<S>(place(l, STEP_GATE_UP) + e * p.expert_bytes, p, STEP_GATE_UP, w.experts[e].first);
+                pack<S>(place(l, STEP_DOWN) + e * p.expert_bytes, p, STEP_DOWN, w.experts[e].second);
+            }
+            router.insert(router.end(), w.router.begin(), w.router.end());
             for (auto* g : {&w.norm1, &w.norm2, &w.q_norm, &w.k_norm}) gains.insert(gains.end(), g->begin(), g->end());
         }
         if (TWO) pack<Head>((unsigned char*)packed_head.data(), of_head, STEP_LOGITS, m.head_matrix());
@@ -207,7 +225,7 @@ template <class S, class Head = S> struct Emulated {
         residual.resize((size_t)N * c.C, NAN), best.resize((size_t)N * BEST_BLOCKS);
         draw.resize(N, Draw{Sampling{}, c.V});
         p.packed = (const unsigned char*)packed.data(), of_head.packed = (const unsigned char*)packed_head.data();
-        p.gains = gains.data(), p.rope = m.rope.data();
+        p.gains = gains.data(), p.router = router.data(), p.rope = m.rope.data();
         p.embed = m.embed.packed ? nullptr : m.embed.numbers.data();
         p.residual = residual.data(), p.steps = &steps, p.arrived = &arrived, p.fault = &fault;
         p.draw = draw.data(), p.best = best.data(), p.short_keys = 96;
@@ -217,7 +235,7 @@ template <class S, class Head = S> struct Emulated {
     }
     template <class Shape> void pack(unsigned char* to, const StepArgs& p, int phase, const Matrix& W) {
         using P = typename Shape::W;
-        const StepProduct& q = p.product[phase];
+        const StepProduct q = p.of_one(phase);
         Linear<bf16> from;
         std::unique_ptr<Uploaded> on;
         if (W.packed) on = std::make_unique<Uploaded>(*W.packed), from = on->W;
@@ -226,7 +244,7 @@ template <class S, class Head = S> struct Emulated {
         bool right = false;
         with_step_weights(from, [&](auto packed) {
             if constexpr (std::is_same_v<decltype(packed), P>) {
-                const StepPacking<P> args = {to, step_source(from, packed), q, (size_t)m.c.F};
+                const StepPacking<P> args = {to, step_source(from, packed), q, (size_t)from.out() / 2};
                 launch(dim3((unsigned)(q.bytes(P::CHUNK) / 16 + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
                 right = true;
             }
@@ -314,12 +332,8 @@ TEST_CASE("a token by one kernel is what `forward` computes: phase by phase, and
     }
 }
 
-template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 8, 1, BULK, Packed>;
-template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
-                                                        unsigned blocks, int L = 2) {
-    RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
-    INFO("format " << (int)layers.format << " groups of " << layers.group << (layers.zeros ? " with zero points" : "") << ", C " << C << " F " << F);
-    const RandomModel m(random, C, F, 2, 1, V, L, tied, layers, head);
+// A token at a position: near the definition phase by phase, the same bits all at once.
+template <class S, class Head> static void check_token(RandomNumbers& random, const RandomModel& m, int pos, unsigned blocks) {
     const Place before(random, m, {{pos, 1}});
     Emulated<S, Head> gpu(m, 1, blocks);
     Place place = before;
@@ -328,6 +342,14 @@ template <class S, class Head> static void check_packed(const PackedKind& layers
     place = before, backwards = true;
     CHECK(same(gpu.step(place, true), phases));
     backwards = false;
+}
+template <class Packed, bool BULK = true> using SmallOf = StepShape<2, 8, 1, BULK, Packed>;
+template <class S, class Head> static void check_packed(const PackedKind& layers, const PackedKind& head, int C, int F, int V, bool tied, int pos,
+                                                        unsigned blocks, int L = 2) {
+    RandomNumbers random{(uint64_t)C * 100 + (uint64_t)layers.group};
+    INFO("format " << (int)layers.format << " groups of " << layers.group << (layers.zeros ? " with zero points" : "") << ", C " << C << " F " << F);
+    const RandomModel m(random, C, F, 2, 1, V, L, tied, layers, head);
+    check_token<S, Head>(random, m, pos, blocks);
 }
 TEST_CASE("packed weights in the kernel are those of W.at: every format, heads and embeddings in the layers' format and in another") {
     const PackedKind plain = {Format::PLAIN, 0, false}, int8 = {Format::INT8, 32, false}, fp8 = {Format::FP8, 128, false};
@@ -360,38 +382,76 @@ TEST_CASE("... and stage by stage, as larger models have it: rows of every numbe
     check_packed<LargeOf<Int4, false>, LargeOf<Int8, false>>(int4, int8, 2056, 4104, 24, true, 1, 1, 1);
 }
 
-TEST_CASE("an adapter is packed with its matrix: W + s B A, rounded once") {
+TEST_CASE("an adapter is packed with its matrix: W + s B A, with DoRA a number of the row times it, rounded once") {
     RandomNumbers random{77};
-    const int in = 72, rank = 8, width = 2 * rank; // of q and v
-    Linear<bf16> W;
-    W.rows[0] = 24, W.rows[1] = 8, W.rows[2] = 16, W.in = in;
-    const std::vector<bf16> numbers = random.fill((size_t)W.out() * in);
-    std::vector<bf16> A((size_t)width * in), B((size_t)W.out() * width, bf16{0}), merged;
-    auto eighth = [&] { return to_bf16((float)(random.below(7) - 3) / 8); }; // sums are exact
-    for (bf16& a : A) a = eighth();
-    for (int r = 0; r < W.out(); r++)
-        for (int c = 0; c < rank && (r < 24 || r >= 32); c++) B[(size_t)r * width + (r < 24 ? 0 : rank) + c] = eighth();
-    for (int r = 0; r < W.out(); r++)
-        for (int k = 0; k < in; k++) {
-            double y = to_acc(numbers[(size_t)r * in + k]);
-            for (int c = 0; c < width; c++) y += (double)to_acc(B[(size_t)r * width + c]) * to_acc(A[(size_t)c * in + k]);
-            merged.push_back(to_bf16((float)y));
+    for (const bool dora : {false, true}) {
+        const int in = 72, rank = 8, width = 2 * rank; // of q and v
+        Linear<bf16> W;
+        W.rows[0] = 24, W.rows[1] = 8, W.rows[2] = 16, W.in = in;
+        const std::vector<bf16> numbers = random.fill((size_t)W.out() * in);
+        std::vector<bf16> A((size_t)width * in), B((size_t)W.out() * width, bf16{0}), merged;
+        std::vector<float> scale;
+        for (int r = 0; r < W.out(); r++) scale.push_back(dora ? (float)(1 + r % 3) : 1);
+        auto eighth = [&] { return to_bf16((float)(random.below(7) - 3) / 8); }; // sums are exact
+        for (bf16& a : A) a = eighth();
+        for (int r = 0; r < W.out(); r++)
+            for (int c = 0; c < rank && (r < 24 || r >= 32); c++) B[(size_t)r * width + (r < 24 ? 0 : rank) + c] = eighth();
+        for (int r = 0; r < W.out(); r++)
+            for (int k = 0; k < in; k++) {
+                double y = to_acc(numbers[(size_t)r * in + k]);
+                for (int c = 0; c < width; c++) y += (double)to_acc(B[(size_t)r * width + c]) * to_acc(A[(size_t)c * in + k]);
+                merged.push_back(to_bf16((float)y * scale[(size_t)r]));
+            }
+        W.w[0] = numbers.data();
+        Linear<bf16> whole = W, adapted = W;
+        whole.w[0] = merged.data();
+        adapted.adapter.rank = rank, adapted.adapter.modules = 2, adapted.adapter.A = A.data(), adapted.adapter.B = B.data();
+        adapted.adapter.dora.on = dora, adapted.adapter.dora.c = scale.data();
+        for (int tiles : {1, 2}) { // 2: of rows 24 apart
+            const StepProduct q = {W.out() / 8 / tiles, tiles, in, (in + 31) / 32, false, 2, 0};
+            auto packed = [&](const Linear<bf16>& from) {
+                std::vector<uint4> to(q.bytes(StepPlain::CHUNK) / sizeof(uint4));
+                const StepPacking<StepPlain> args = {(unsigned char*)to.data(), step_source(from, StepPlain()), q, 24};
+                launch(dim3((unsigned)(to.size() + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
+                return to;
+            };
+            const std::vector<uint4> want = packed(whole), got = packed(adapted), without = packed(W);
+            CHECK(memcmp(want.data(), got.data(), want.size() * sizeof(uint4)) == 0);
+            CHECK(memcmp(want.data(), without.data(), want.size() * sizeof(uint4)) != 0);
         }
-    W.w[0] = numbers.data();
-    Linear<bf16> whole = W, adapted = W;
-    whole.w[0] = merged.data();
-    adapted.adapter.rank = rank, adapted.adapter.modules = 2, adapted.adapter.A = A.data(), adapted.adapter.B = B.data();
-    for (int tiles : {1, 2}) { // 2: of rows 24 apart
-        const StepProduct q = {W.out() / 8 / tiles, tiles, in, (in + 31) / 32, false, 2, 0};
-        auto packed = [&](const Linear<bf16>& from) {
-            std::vector<uint4> to(q.bytes(StepPlain::CHUNK) / sizeof(uint4));
-            const StepPacking<StepPlain> args = {(unsigned char*)to.data(), step_source(from, StepPlain()), q, 24};
-            launch(dim3((unsigned)(to.size() + 127) / 128), dim3(128), [&] { step_pack_kernel(args); });
-            return to;
-        };
-        const std::vector<uint4> want = packed(whole), got = packed(adapted), without = packed(W);
-        CHECK(memcmp(want.data(), got.data(), want.size() * sizeof(uint4)) == 0);
-        CHECK(memcmp(want.data(), without.data(), want.size() * sizeof(uint4)) != 0);
+    }
+}
+
+// Experts: more of them than blocks and fewer, all chosen and one, shares that are normed and not; sections of a stage of
+// `down` that end within a copy, and with it.
+template <class S, class Head> static void check_experts(const PackedKind& layers, const PackedKind& head, int C, const RandomModel::Experts& experts,
+                                                         int pos, unsigned blocks) {
+    RandomNumbers random{(uint64_t)C * 10 + (uint64_t)experts.E};
+    INFO("format " << (int)layers.format << " groups of " << layers.group << ", C " << C << ", " << experts.E << " experts of " << experts.M
+                   << ", " << experts.k << " of a token, on " << blocks << " blocks");
+    const RandomModel m(random, C, 64, 2, 1, 72, 2, true, layers, head, experts);
+    check_token<S, Head>(random, m, pos, blocks);
+}
+template <int WARPS, int STEPS, class Packed, bool BULK = true> using ExpertsOf = StepShape<WARPS, STEPS, 1, BULK, Packed, true>;
+TEST_CASE("a mixture of experts by one kernel is what `forward` computes, in every format, and on cards before Hopper") {
+    const PackedKind plain = {Format::PLAIN, 0, false}, int8 = {Format::INT8, 32, false}, fp8 = {Format::FP8, 128, false};
+    using Int8 = StepPacked<PackedInt8, 2>;
+    using Fp8 = StepPacked<PackedFp8, 1>;
+    using Plain = ExpertsOf<2, 8, StepPlain>;
+    check_experts<Plain, Plain>(plain, plain, 136, {5, 2, 128, true}, 0, 3);
+    check_experts<Plain, Plain>(plain, plain, 72, {9, 1, 128, false}, 17, 7);
+    check_experts<Plain, Plain>(plain, plain, 40, {2, 2, 256, false}, 96, 1);
+    using Async = ExpertsOf<2, 8, StepPlain, false>;
+    check_experts<Async, Async>(plain, plain, 72, {4, 3, 128, true}, 20, 2);
+    check_experts<ExpertsOf<2, 8, Int8>, ExpertsOf<2, 8, Int8>>(int8, int8, 136, {5, 3, 384, true}, 3, 3);
+    check_experts<ExpertsOf<8, 32, Int8>, LargeOf<Fp8>>(int8, fp8, 264, {4, 3, 384, true}, 1, 2);
+    check_experts<ExpertsOf<8, 32, Fp8>, LargeOf<Int8>>(fp8, int8, 136, {6, 4, 768, false}, 3, 3);
+    check_experts<ExpertsOf<2, 8, Fp8, false>, SmallOf<Fp8, false>>(fp8, fp8, 136, {3, 2, 128, true}, 3, 2);
+    for (bool zeros : {false, true}) {
+        const PackedKind by32 = {Format::INT4, 32, zeros}, by64 = {Format::INT4, 64, zeros}, by128 = {Format::INT4, 128, zeros};
+        check_experts<ExpertsOf<2, 8, StepPacked<PackedInt4<1>, 4>>, SmallOf<Int8>>(by32, int8, 136, {5, 3, 384, true}, 3, 3);
+        check_experts<ExpertsOf<2, 8, StepPacked<PackedInt4<1>, 2>, false>, Small>(by64, plain, 264, {4, 2, 128, true}, 3, 5);
+        check_experts<ExpertsOf<8, 32, StepPacked<PackedInt4<1>, 1>>, LargeOf<Int8>>(by128, int8, 1032, {4, 2, 768, true}, 17, 2);
     }
 }
 
@@ -595,13 +655,28 @@ TEST_CASE("a block whose words do not come: the others end after their patience,
 
 TEST_CASE("what the kernel cannot compute is refused before") {
     Config c = {1024, 28, 16, 8, 128, 3072, 151936, 40960, 1e-6f, 1e6, true, {}};
-    CHECK(step_refuses(c) == nullptr);
+    CHECK(step_refuses(c, 132) == nullptr);
     for (auto& change : std::vector<std::function<void(Config&)>>{[](Config& c) { c.D = 64; }, [](Config& c) { c.H = 72; },
                                                                   [](Config& c) { c.F = 3076; }, [](Config& c) { c.H = 12; }}) {
         Config bad = c;
         change(bad);
-        CHECK(step_refuses(bad) != nullptr);
+        CHECK(step_refuses(bad, 132) != nullptr);
     }
+    // 30B-A3B: 128 experts of 768, 8 of them for a token.
+    Config experts = {2048, 48, 32, 4, 128, 6144, 151936, 40960, 1e-6f, 1e6, false, {}};
+    experts.E = 128, experts.k = 8, experts.M = 768;
+    CHECK(step_refuses(experts, 132) == nullptr);
+    for (auto& change : std::vector<std::function<void(Config&)>>{[](Config& c) { c.M = 800; }, [](Config& c) { c.dense_layers = {3}; },
+                                                                  [](Config& c) { c.E = 300; }, [](Config& c) { c.k = 40; }}) {
+        Config bad = experts;
+        change(bad);
+        CHECK(step_refuses(bad, 132) != nullptr);
+    }
+    CHECK(step_refuses(experts, 60) != nullptr); // two rows of the router a block at most
+    const StepArgs plan = plan_step<StepShape<8, 32, 1, true, StepPlain, true>>(experts, 1, 132, 232448);
+    CHECK(plan.stages >= 8);
+    CHECK(plan.expert_bytes == 3ull * 768 * 2048 * 2);
+    CHECK(plan.layer_bytes == 2ull * (40 * 128 * 2048 + 2048 * 32 * 128) + 128 * plan.expert_bytes);
     // Qwen3's sizes on an H100, a 4090 and an A100: the ring has room, and every row is somebody's once.
     struct Size { int C, L, H, K, F; };
     struct Card { int sms; size_t shared; };

@@ -882,7 +882,8 @@ TEST_CASE("adapters are hostile files: what is not supported is refused by name"
         CHECK(got.find(word) != std::string::npos);
     };
     for (auto& [from, to, word] : std::vector<std::array<std::string, 3>>{
-             {"\"use_dora\": false", "\"use_dora\": true", "use_dora = true is not supported"},
+             {"\"use_dora\": false", "\"use_dora\": true", "no tensor base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"},
+             {"\"use_dora\": false", "\"use_dora\": 1", "use_dora is not true or false"},
              {"\"bias\": \"none\"", "\"bias\": \"all\"", "bias = \"all\" is not supported"},
              {"\"modules_to_save\": null", "\"modules_to_save\": [\"norm\"]", "modules_to_save has \"norm\": embed_tokens and lm_head are supported"},
              {"\"rank_pattern\": {}", "\"rank_pattern\": {\"q_proj\": 8}", "rank_pattern = {\"q_proj\": 8} is not supported"},
@@ -939,7 +940,7 @@ TEST_CASE("--resume: every option is known to change a run, or not to") {
     const Strings none, dpo = {"--dpo"}, simpo = {"--simpo"}, kto = {"--kto"}, grpo = {"--grpo", "--reward", "exact"}, teacher = {"--teacher", TINY},
                   rope = {"--rope-scaling", "yarn", "--rope-scale", "2"};
     const struct { Strings base, more; } changes[] = {
-        {none, {"--full"}}, {none, {"--rank", "4"}}, {none, {"--alpha", "5"}}, {none, {"--rslora"}}, {none, {"--targets", "q"}}, {none, {"--dropout", "0.3"}},
+        {none, {"--full"}}, {none, {"--rank", "4"}}, {none, {"--alpha", "5"}}, {none, {"--rslora"}}, {none, {"--dora"}}, {none, {"--targets", "q"}}, {none, {"--dropout", "0.3"}},
         {none, {"--loraplus-ratio", "2"}}, {none, {"--neftune-alpha", "5"}}, {dpo, {"--adapter-init", FIXTURES + "adapter"}}, {none, dpo}, {none, {"--ipo"}}, {none, simpo},
         {none, {"--orpo"}}, {none, kto}, {none, {"--reward-model"}}, {dpo, {"--beta", "0.2"}}, {dpo, {"--label-smoothing", "0.1"}}, {simpo, {"--gamma", "1"}},
         {kto, {"--desirable-weight", "2"}}, {kto, {"--undesirable-weight", "2"}}, {none, grpo}, {grpo, {"--reward", "choice"}}, {grpo, {"--group", "4"}},

@@ -1,0 +1,4 @@
+// gpu/step/experts_int4_64.cu: one kernel a token of a mixture of experts, of INT4 weights in groups of 64.
+#include "gpu/step/shapes.h"
+
+STEP_EXPERTS(StepPacked<PackedInt4<1>, 2>)
