@@ -132,7 +132,7 @@ OPT_HOT    = -O2
 # (private: what they need, the shared header among it, is compiled as always.)
 $(B)/cpu/%.o: private OPT = $(OPT_CPU)
 $(B)/text.o $(B)/hot/room.o $(B)/hot/datagen/room.o $(B)/server/engine/room.o $(B)/bench/%.o: private OPT = $(OPT_HOT)
-$(B)/server/%.o: private OPT = -O1
+$(B)/server/%.o: private OPT = $(if $(SANITIZE),$(COLD),-O1)
 $(B)/book/room.o: private FLAGS += $(if $(CMARK),-DHAVE_CMARK)
 $(B)/train/room.o: private FLAGS += $(if $(MHD),-DHAVE_MICROHTTPD)
 # Instruction sets of x86-64, a source each; the program asks at its start which ones its CPU has.
@@ -153,7 +153,7 @@ define CU_OBJECT
 $(Q)$(if $(CUDA),$(NVCC) $(NVCCFLAGS) -MMD -MP,$(CPP)) $(1) -c $< -o $@
 endef
 COMPILE    = $(CXX) -x c++ $(CPUFLAGS) $(if $(SIMD),$(ISA)) $(ARM_ISA) $(SAN) -MMD -MP
-CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA),,-include $(B)/std.h)
+CPP        = $(COMPILE) $(if $(filter-out $(COLD),$(OPT))$(ISA)$(filter $(COVERED),$(SAN)),,-include $(B)/std.h)
 
 ROOM_OBJECTS = $(sort $(B)/cpu/room.o $(filter %/room.o,$(OBJECTS)))
 $(ROOM_OBJECTS:.o=.cpp): $(B)/%/room.cpp: FORCE

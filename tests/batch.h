@@ -1,6 +1,7 @@
 // Random numbers, and ragged batches over a paged cache with scattered pages.
 #pragma once
 #include "qwen3.cu"
+#include "tests/numbers.h"
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -9,7 +10,7 @@
 // Fresh numbers in -scale..scale, as T stores them.
 struct Random {
     uint64_t seed, counter = 0;
-    double uniform() { return philox(seed, counter++, 99).v[0] / 4294967296.0; }
+    double uniform() { return random_word(seed, counter++) / 4294967296.0; }
     int below(int n) { return (int)(uniform() * n); }
     template <class T> std::vector<T> fill(size_t n, double scale = 1, double mean = 0) {
         std::vector<T> v(n);

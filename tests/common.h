@@ -3,6 +3,7 @@
 #include "cpu/instruction_set.h"
 #include "qwen3.cu"
 #include "tests/batch.h"
+#include "tests/numbers.h"
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -22,18 +23,6 @@ template <class T> std::vector<T> poisoned(size_t n) {
     std::vector<T> v(n);
     std::fill_n((unsigned char*)v.data(), n * sizeof(T), 0xff);
     return v;
-}
-
-template <class T> std::vector<double> as_double(const std::vector<T>& v) {
-    std::vector<double> d;
-    for (const T& x : v) d.push_back(to_acc(x));
-    return d;
-}
-
-template <class T> std::vector<double> magnitudes(const std::vector<T>& v) {
-    std::vector<double> d;
-    for (const T& x : v) d.push_back(std::fabs((double)to_acc(x)));
-    return d;
 }
 
 // The largest change of x by one rounding to T: half a unit of its last place.
@@ -91,10 +80,9 @@ template <class F> void on_every_instruction_set(F f) {
 // what these add up to measures a sum's error.
 struct WideLinear : Linear<double> {
     std::vector<double> all;
-    template <class T> explicit WideLinear(const Linear<T>& W, bool magnitudes = false) {
+    template <class T> explicit WideLinear(const Linear<T>& W, bool magnitudes = false)
+        : all(wide_numbers(W, magnitudes)) {
         in = W.in;
-        for (int r = 0; r < W.out(); r++)
-            for (int i = 0; i < in; i++) all.push_back(magnitudes ? std::fabs((double)W.at(r, i)) : (double)W.at(r, i));
         for (int b = 0; b < 3; b++)
             if ((rows[b] = W.rows[b])) w[b] = all.data() + (size_t)W.first_row(b) * in;
     }

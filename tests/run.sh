@@ -2,13 +2,16 @@
 # Runs suites, JOBS at a time (default 1), and closes with one line that counts their test cases.
 # Usage: tests/run.sh PROGRAM[:SUITE]...   from the repository's root; SUITE is the file of those of its test cases that
 # are meant. NO_GPU=N: N test cases need a GPU and there is none. RUNNER: what programs of another CPU run under.
+# CASES: doctest's option for some of the test cases.
 if [ "$1" = --one ]; then # a suite; what it says comes at once, when it has ended
     program=${3%%:*} suite=${3#"$program"}
     start=$(date +%s)
     name=$(basename "${suite:-$program}" | tr -d :) result=$2/$(echo "$3" | tr / _)
-    filter=${suite:+--source-file=*/$name.cpp}
+    filter="${suite:+--source-file=*/$name.cpp} $CASES"
     out=$($RUNNER "$program" --no-intro=true --no-colors=true $filter 2>&1)
     code=$?
+    times >"$result.times"
+    cpu=$(awk 'NR == 2 {for (i = 1; i <= 2; i++) {split($i, t, "m"); all += 60 * t[1] + t[2]} printf "%d", all}' "$result.times")
     cases=$($RUNNER "$program" --count --no-skip=true $filter | sed -n 's/.*filters: *//p')
     # [doctest] test cases:  5 |  4 passed | 1 failed | 0 skipped
     line=$(printf '%s\n' "$out" | grep '^\[doctest\] test cases:' | tail -n 1)
@@ -23,7 +26,7 @@ if [ "$1" = --one ]; then # a suite; what it says comes at once, when it has end
             echo "$name ran no test"
             failed=1 skipped=0
         fi
-        echo "$name: $passed passed, $failed failed, $skipped skipped ($(($(date +%s) - start)) s)"
+        echo "$name: $passed passed, $failed failed, $skipped skipped ($(($(date +%s) - start)) s, $cpu of a core)"
     } >"$result.log"
     cat "$result.log"
     [ "$failed" -eq 0 ] || mv "$result.log" "$result.failed"

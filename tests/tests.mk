@@ -12,20 +12,30 @@ TRAINING  := $(filter-out $(ALONE) $(SERVING),$(call INCLUDING,"(tests/trainer|t
 MODEL     := $(filter-out $(ALONE) $(SERVING) $(TRAINING),$(call INCLUDING,"tests/(common|golden)))
 OTHERS    := $(filter-out $(ALONE) $(SERVING) $(TRAINING) $(MODEL),$(UNITS))
 SHARED     = serve train model others
+T          = $(B)/tests
 TESTOPT    = -O0
 # (Without the checks for null, for the size of objects and for pointers that wrap: ASan sees their effects, and they
 # are two fifths of the compile time.)
 UNDEFINED  = undefined -fno-sanitize=null$(comma)object-size$(comma)vptr$(comma)pointer-overflow -fno-sanitize-recover=all
 COVERED    = $(if $(findstring clang,$(CXX)),-fsanitize=fuzzer-no-link)
-SAN        = $(if $(filter asan,$(SANITIZE)),-fsanitize=address$(comma)$(UNDEFINED) -g1 $(COVERED)) \
+SAN        = $(if $(filter asan,$(SANITIZE)),-fsanitize=address$(comma)$(UNDEFINED) -g1) \
              $(if $(filter tsan,$(SANITIZE)),-fsanitize=thread -g1)
-ifdef SANITIZE
-COLD       = -O1
+# clang++ takes three times as long for a sanitized source with -O1 as with -O0: -O1 is for loops over numbers and for
+# the fuzzers' inputs. What the fuzzers reach counts its branches, too.
+ifeq ($(SANITIZE),asan)
+COLD       = -O0
 OPT_CPU    = -O1
 OPT_HOT    = -O1
+FUZZED     = base model form search book book/datagen server/api hot hot/datagen
+$(FUZZED:%=$(B)/%/room.o): private SAN += $(COVERED)
+$(patsubst %,$(B)/%/room.o,base model form) $(T)/double/%.o: private OPT = -O1
 endif
-TESTSAN    = $(filter-out $(COVERED),$(SAN))
-T          = $(B)/tests
+ifeq ($(SANITIZE),tsan)
+OPT_CPU    = -O2
+OPT_HOT    = -O1
+$(B)/text.o: private OPT = -O2
+endif
+TESTSAN    = $(SAN)
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
 # test_export is about Python, test_tiny about one known file, test_library about linking, the others about scripts:
 # sanitizers could find nothing.
@@ -44,9 +54,10 @@ $(T)/std.h: $(B)/command
 TEST_PCH   = $(T)/std.h.$(if $(findstring clang,$(MODE)),pch,gch)
 $(TEST_PCH): $(T)/std.h
 	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(TESTOPT) $(TESTSAN) $< -o $@
-$(T)/main.o: tests/main.cpp $(B)/command
+$(T)/main.o $(T)/numbers.o: $(T)/%.o: tests/%.cpp $(B)/command
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -c $< -o $@
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -MMD -MP -c $< -o $@
+$(T)/numbers.o: TESTOPT = -O2
 $(T)/%.o: tests/unit/%.cpp $(TEST_PCH)
 	@echo "$(notdir $(CXX))  $<"
 	$(Q)$(TEST) -c $< -o $@
@@ -68,7 +79,7 @@ $(T)/double/%.o: %.cpp $(PCH)
 	$(call CPP_OBJECT,-DQWEN3_DOUBLE)
 $(T)/double/text.o: qwen3.cu $(PCH)
 	$(call CPP_OBJECT,-DQWEN3_DOUBLE -DQWEN3_LIBRARY)
-$(T)/double.a: $(DOUBLE)
+$(T)/double.a: $(DOUBLE) $(T)/numbers.o
 	@rm -f $@ && ar rcs $@ $^
 $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(LIB)
 	$(Q)$(LINK) $*.o $(T)/main.o $(T)/double.a $(LIB) -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
@@ -85,7 +96,7 @@ $(T)/test_notes.o: $(BUILD)/notes.cuh
 $(GPU_SUITES:%=$(T)/%.o): $(T)/%.o: tests/gpu/%.cpp $(B)/command
 	$(call CU_OBJECT,-Werror all-warnings -Xcompiler -Werror -I$(BUILD))
 # (Their references are the ops of cpu/, in a portable build too.)
-$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(LIB) $(if $(TEXT),$(B)/cpu/room.o $(patsubst %.cpp,$(B)/%.o,$(filter cpu/%,$(SEPARATE))))
+$(GPU_SUITES:%=$(T)/%): %: %.o $(T)/main.o $(T)/numbers.o $(LIB) $(if $(TEXT),$(B)/cpu/room.o $(patsubst %.cpp,$(B)/%.o,$(filter cpu/%,$(SEPARATE))))
 	$(Q)$(LINK) $^ -o $@ $(EDIT) $(CURL) $(CMARK) $(MHD)
 # The code in the course's notes.
 $(BUILD)/notes.cuh: data/course/check_notes.py $(wildcard data/course/notes/*.md)
@@ -101,12 +112,14 @@ test: $(TESTED) $(SUITE_PROGRAMS) $(if $(SANITIZE),,$(T)/library_c) $(GPU_SUITE)
 	  NO_GPU=$(if $(GPU_SUITE),,$(shell cat $(GPU_SUITES:%=tests/gpu/%.cpp) | grep -c '^TEST_CASE')) tests/run.sh $(RUNS) $(GPU_SUITE)
 asan:
 	@LSAN_OPTIONS=suppressions=tests/lsan.supp:print_suppressions=0 $(MAKE) test SANITIZE=asan NVCC=none
-# (One thread of OpenMP: ThreadSanitizer does not see how its threads wait for each other.)
+# (The test cases that start ./serve: it alone is instrumented. One thread of OpenMP: ThreadSanitizer does not see how its
+# threads wait for each other.)
 CPU        = $(BUILD)/$(notdir $(firstword $(CXX)))
 tsan:
 	@$(MAKE) NVCC=none $(CPU)/tests/suites_serve
 	@$(MAKE) NVCC=none SANITIZE=tsan ROOMS="$(filter-out cli train,$(ROOMS))" $(CPU)-tsan/serve
-	@SERVE=$(CPU)-tsan/serve OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 tests/run.sh $(CPU)/tests/suites_serve:test_serve
+	@SERVE=$(CPU)-tsan/serve CASES=--test-suite=program OMP_NUM_THREADS=1 TSAN_OPTIONS=halt_on_error=1 \
+	  tests/run.sh $(CPU)/tests/suites_serve:test_serve
 
 # Every header by itself; the order of the rooms.
 headers:
@@ -190,13 +203,14 @@ $(LAB_BESIDE): check/beside/%:
 	@echo "nvcc compute_90a: $* with $(LAB_LIBS) cub"
 	$(Q)$(NVCC) -x cu -std=c++17 -gencode arch=compute_90a,code=compute_90a $(QUICK) $(LAB_HAVE) -DLAB_QWEN3 \
 	  -Xcompiler -Wall,-Wextra,-Werror,-fopenmp -Werror all-warnings -DQWEN3_GPU -I. -o /dev/null -c $*
-# The study text alone, and the program as one file.
+# The study text alone; the program as one file, as far as PTX and the host compiler's syntax: g++ makes code of it for
+# `make single`'s check, and its kernels are the text's.
 check/text: CODE = sm_80 sm_89
-check/single: CODE = sm_80
+check/single: CODE = compute_80
 check/text check/single: check/%:
 	@echo "nvcc $(CODE): qwen3.cu, portable$(if $(filter single,$*),$(comma) as one file)"
-	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(c:sm_%=compute_%),code=$(c)) $(QUICK) -I. \
-	  -o /dev/null $(if $(filter single,$*),-Xcompiler -fopenmp -c $(BUILD)/qwen3_single.cu,\
+	$(Q)$(NVCC) -x cu -std=c++17 $(foreach c,$(CODE),-gencode arch=$(patsubst compute_89,compute_80,$(c:sm_%=compute_%)),code=$(c)) \
+	  $(QUICK) -I. -o /dev/null $(if $(filter single,$*),-Xcompiler -fopenmp$(comma)-fsyntax-only -c $(BUILD)/qwen3_single.cu,\
 	  -Xcompiler -Wall$(comma)-Wextra$(comma)-Werror$(comma)-fopenmp -Werror all-warnings -DQWEN3_GPU -DQWEN3_PORTABLE -DQWEN3_LIBRARY -c qwen3.cu)
 check/single: $(BUILD)/qwen3_single.cu
 check/notes:

@@ -8,6 +8,7 @@
 #include <csignal>
 #include <random>
 #include <set>
+#include <sstream>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <thread>
@@ -297,7 +298,8 @@ TEST_CASE("--version: every program has the same, the library's") {
         CHECK(out_of({"--version"}, "", there) == format("%s %d\n", p.name, QWEN3_VERSION));
         const std::string help = out_of({"--help"}, "", there);
         CHECK(help.find(p.name + " --version"s) != std::string::npos);
-        for (auto& line : lines(help)) CHECK((line.size() <= 100 || p.name == "datagen"s)); // (datagen has tables)
+        std::istringstream text(help);
+        for (std::string line; std::getline(text, line);) CHECK((line.size() <= 100 || p.name == "datagen"s)); // (datagen has tables)
     }
 }
 

@@ -11,7 +11,6 @@ static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "t
 
 static const char* datagen() { return program("DATAGEN", "./datagen"); }
 static const Strings ONE = {"-z", VOCABULARY, "-j", "1"};
-static Result train(const Strings& arguments) { return must(trainer(), arguments + ONE); }
 // Packs rows into `out` beside them, which is returned.
 static std::string pack(const Scratch& scratch, const std::string& name, const std::string& rows, const Strings& options = {"--info", "none"}) {
     write_file(scratch / (name + ".jsonl"), rows);

@@ -101,7 +101,7 @@ TEST_CASE("grammar: random regular expressions accept what std::regex accepts") 
         }
     };
     size_t accepted = 0, checked = 0;
-    for (int i = 0; i < 300; i++) {
+    for (int i = 0; i < 150; i++) {
         const std::string pattern = make(4);
         INFO(pattern);
         const Shared a = automaton(grammar_of_regex(pattern));
@@ -119,8 +119,8 @@ TEST_CASE("grammar: random regular expressions accept what std::regex accepts") 
             }
         }
     }
-    CHECK(checked == 300 * 363);
-    CHECK(accepted > 10000);
+    CHECK(checked == 150 * 363);
+    CHECK(accepted > 5000);
 }
 
 TEST_CASE("grammar: patterns of JSON Schema are searched for, and their text is written as JSON") {
@@ -540,7 +540,7 @@ TEST_CASE("schemas: those that refer to themselves beside other keywords are kep
 
 TEST_CASE("schemas: made of random numbers: every text is what the schema allows, by a validator") {
     size_t compiled = 0, refused = 0, texts = 0, long_ones = 0;
-    for (uint64_t seed = 1; seed <= 4000; seed++) {
+    for (uint64_t seed = 1; seed <= 2000; seed++) { // (fuzz_schema goes on)
         Random random{seed * 7919};
         Choices choose{[&] { return random.below(1 << 30); }};
         const Json schema(SchemaMaker{choose}.make());
@@ -563,10 +563,10 @@ TEST_CASE("schemas: made of random numbers: every text is what the schema allows
             CHECK(Validator{schema.root()}.valid(schema.root(), said.root()));
         }
     }
-    CHECK(compiled > 1500);
-    CHECK(refused > 300);
-    CHECK(texts > 4000);
-    CHECK(long_ones > 200);
+    CHECK(compiled > 750);
+    CHECK(refused > 150);
+    CHECK(texts > 2000);
+    CHECK(long_ones > 100);
 }
 
 // Seconds of a core that f takes, with so many bytes of memory at most; f may throw Error. -1: it needs more of them.

@@ -12,12 +12,6 @@ static const std::string TINY = "tests/fixtures/tiny/model.bin", VOCABULARY = "t
 static Process start(const Strings& arguments) {
     return Process(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1"}, "", [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
 }
-static Result train(const Strings& arguments) {
-    const Result r = start(arguments).wait();
-    INFO(r.err);
-    REQUIRE(r.status == 0);
-    return r;
-}
 static std::string pack(const std::string& to, const std::string& rows) {
     write_file(to + ".jsonl", rows);
     const Result r = Process(program("DATAGEN", "./datagen"), {"pack", "-z", VOCABULARY, to + ".jsonl", to + ".bin", "--info", "none"}).wait();
@@ -26,18 +20,18 @@ static std::string pack(const std::string& to, const std::string& rows) {
     return to + ".bin";
 }
 // 40 questions, 32 and 8 of them.
-struct Questions {
+struct QuestionFiles {
     Scratch folder;
     std::string first, last;
-    Questions() {
+    QuestionFiles() {
         const std::string text = read_file("tests/fixtures/train/rows.jsonl");
         size_t cut = 0;
         for (int i = 0; i < 32; i++) cut = text.find('\n', cut) + 1;
         first = pack(folder / "first", text.substr(0, cut)), last = pack(folder / "last", text.substr(cut));
     }
 };
-static const Questions& questions() {
-    static Questions once;
+static const QuestionFiles& questions() {
+    static QuestionFiles once;
     return once;
 }
 static std::string script(const Scratch& scratch, const char* name, const std::string& text) {

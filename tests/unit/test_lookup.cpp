@@ -1,5 +1,10 @@
 // Prompt lookup: the ids, the text and the end of an answer are those of a step a token, whatever is proposed; and it is
 // tried only while it pays.
+#include "model/chat_template.h"
+#include "model/model_file.h"
+#include "model/session.h"
+#include "model/tokenizer.h"
+#include "model/weights.h"
 #include "tests/common.h"
 #include "base/stop_flag.h"
 

@@ -6,20 +6,25 @@
 TEST_CASE_TEMPLATE("products with packed weights are those of W.at", T, bf16, float, double) {
     EACH_WAY;
     Random random{31};
-    for (const PackedKind& kind : PACKED_KINDS) for (int N : {1, 2, 5, 67}) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
+    // (Of 65 rows and more the next test knows the bits.)
+    for (const PackedKind& kind : PACKED_KINDS) for (int in : {1, 33, 64, 96, 128, 192, 320}) {
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, {41, 7}, in);
-        const size_t out = (size_t)W.out();
-        const auto x = random.fill<T>((size_t)N * in);
-        const std::vector<double> want = WideLinear(W)(as_double(x), N), size = WideLinear(W, true)(magnitudes(x), N);
-        on_every_instruction_set([&] {
-            CAPTURE((int)kind.format);
-            CAPTURE(kind.group);
-            CAPTURE(N);
-            CAPTURE(in);
-            auto y = poisoned<T>(N * out);
-            CALL(linear, y.data(), x.data(), W, N);
-            CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + packed_error<T>(size[i]); }) == 0);
-        });
+        const size_t out = (size_t)W.out(), most = 19;
+        const auto x = random.fill<T>(most * in);
+        std::vector<double> want = WideLinear(W)(as_double(x), most);
+        const std::vector<double> size = WideLinear(W, true)(magnitudes(x), most);
+        for (size_t N : {19, 5, 2, 1}) {
+            want.resize(N * out);
+            on_every_instruction_set([&] {
+                CAPTURE((int)kind.format);
+                CAPTURE(kind.group);
+                CAPTURE(N);
+                CAPTURE(in);
+                auto y = poisoned<T>(N * out);
+                CALL(linear, y.data(), x.data(), W, (int)N);
+                CHECK(wrong(y, want, [&](size_t i) { return rounding<T>(want[i]) + packed_error<T>(size[i]); }) == 0);
+            });
+        }
     }
 }
 
@@ -174,11 +179,13 @@ TEST_CASE_TEMPLATE("dx of packed weights: the definition in double", T, bf16, fl
         PackedLinear<T> W(random, kind.format, kind.group, kind.zeros, blocks, in);
         const size_t out = (size_t)W.out();
         const auto dy = random.fill<T>((size_t)N * out);
+        const std::vector<double> wide = wide_numbers(W, false);
         std::vector<double> want((size_t)N * in), size(want.size());
-        for (size_t i = 0; i < want.size(); i++)
+        for (size_t n = 0; n < (size_t)N; n++)
             for (size_t r = 0; r < out; r++) {
-                const double term = to_acc(dy[i / in * out + r]) * (double)W.at((int)r, (int)(i % in));
-                want[i] += term, size[i] += std::fabs(term);
+                const double by = to_acc(dy[n * out + r]), *w = &wide[r * in];
+                double *sum = &want[n * in], *sizes = &size[n * in];
+                for (int i = 0; i < in; i++) sum[i] += by * w[i], sizes[i] += std::fabs(by * w[i]);
             }
         CAPTURE((int)kind.format);
         CAPTURE(kind.group);

@@ -3,11 +3,13 @@
 // by NCCL where it goes by sockets here: tests/gpu/test_gpu_backward.cpp.
 #include "tests/http.h"
 #include "tests/process.h"
+#include "train/buckets.h"
 #include "train/ranks.h"
 #include "train/sockets.h"
 #include <netinet/in.h>
 #include <fstream>
 #include <map>
+#include <numeric>
 #include <set>
 #include <sys/inotify.h>
 #include <sys/mman.h>

@@ -9,7 +9,7 @@
 
 static const char VOCABULARY[] = "tests/fixtures/tiny/tokenizer.bin";
 static const std::string BODY = R"({%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}{%- endfor %})",
-                         NEVER = BODY + R"({%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %})",
+                         NO_THOUGHT = BODY + R"({%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %})",
                          ALWAYS = BODY + R"({%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %})",
                          ASKED = BODY + R"({%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- if enable_thinking is defined and enable_thinking is false %}
                                  {{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %})",
@@ -28,11 +28,11 @@ TEST_CASE("a template's thoughts and its system prompt are read from its texts; 
     const std::string empty = "<think>\n\n</think>\n\n", open = "<think>\n";
     CHECK(prompt("", false) == empty); CHECK(prompt("", true) == "");
     CHECK(prompt(ASKED, false) == empty); CHECK(prompt(ASKED, true) == "");
-    CHECK(prompt(NEVER, false) == ""); CHECK(prompt(NEVER, true) == "");
+    CHECK(prompt(NO_THOUGHT, false) == ""); CHECK(prompt(NO_THOUGHT, true) == "");
     CHECK(prompt(ALWAYS, false) == open); CHECK(prompt(ALWAYS, true) == open);
     CHECK(prompt(OPENED, false) == empty); CHECK(prompt(OPENED, true) == open);
     auto may = [&](const std::string& jinja, bool asked) { return t.chat = ChatStyle::of(jinja), may_think(t, {asked, true}); };
-    CHECK((may(ASKED, true) && !may(ASKED, false) && !may(NEVER, true) && may(ALWAYS, false) && may(OPENED, true) && !may(OPENED, false)));
+    CHECK((may(ASKED, true) && !may(ASKED, false) && !may(NO_THOUGHT, true) && may(ALWAYS, false) && may(OPENED, true) && !may(OPENED, false)));
     CHECK(!may_think(t, {true, false, true})); // goes on with a message
 
     // Turns of the assistant: of a model that never thinks they are text like any.
@@ -43,21 +43,21 @@ TEST_CASE("a template's thoughts and its system prompt are read from its texts; 
         for (auto& part : render(turns, {false, false}, {}, style).parts) all += part.text;
         return all.substr(all.find("assistant\n") + 10);
     };
-    CHECK(said(NEVER) == "<think>\nt\n</think>\n\na<|im_end|>\n");
+    CHECK(said(NO_THOUGHT) == "<think>\nt\n</think>\n\na<|im_end|>\n");
     CHECK(said(ALWAYS) == "<think>\nt\n</think>\n\na<|im_end|>\n");
-    t.chat = ChatStyle::of(NEVER);
+    t.chat = ChatStyle::of(NO_THOUGHT);
     const std::vector<int> ids = render_chat(t, turns, {false, false});
     CHECK(std::count(ids.begin(), ids.end(), t.id("<think>")) == 0); // a caller's text
 
     const std::string system = R"({%- if messages[0].role != 'system' %}{{- '<|im_start|>system\nYou are "Bo".<|im_end|>\n' }}{%- endif %})";
-    t.chat = ChatStyle::of(system + NEVER);
+    t.chat = ChatStyle::of(system + NO_THOUGHT);
     CHECK(t.chat.strange == "");
     CHECK(t.decode(render_chat(t, {{"user", "u"}}), false) == "<|im_start|>system\nYou are \"Bo\".<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n");
     CHECK(t.decode(render_chat(t, {{"system", "s"}, {"user", "u"}}), false) == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n");
     CHECK_THROWS_WITH_AS(render_chat(t, {{"nobody", "u"}}), "messages[0]: unknown role \"nobody\"", Error);
 
-    CHECK(ChatStyle::of("{{ '[INST] ' + content }}" + NEVER).strange == "[INST] ");
-    CHECK(ChatStyle::of(NEVER + R"({{ "<|im_start|>critic\n" }})").strange == "<|im_start|>critic\n");
+    CHECK(ChatStyle::of("{{ '[INST] ' + content }}" + NO_THOUGHT).strange == "[INST] ");
+    CHECK(ChatStyle::of(NO_THOUGHT + R"({{ "<|im_start|>critic\n" }})").strange == "<|im_start|>critic\n");
     CHECK(ChatStyle::of(BODY + R"({%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{%- endif %})").strange != "");
     CHECK(ChatStyle::of("{{ content }}").strange == "{{ content }}"); // no turns
     for (const char* broken : {"{{", "{{ '", "{{ 'a\\", "{{ 'a' + \"b", "}}", "{{}}"}) ChatStyle::of(broken);
@@ -101,12 +101,12 @@ TEST_CASE("thoughts by the prompt: asked for, always, never; stop strings look a
     CHECK(said(ASKED, false).text == answer);
     CHECK(said(ALWAYS, false).text == thought + answer);
     CHECK(said(OPENED, true).text == thought + answer);
-    CHECK(said(NEVER, false).text == thought + answer); // which is no thought, but what it says
+    CHECK(said(NO_THOUGHT, false).text == thought + answer); // which is no thought, but what it says
     for (auto& [jinja, thinking] : {std::pair(ASKED, true), {ALWAYS, false}, {OPENED, true}}) {
         const Generation g = said(jinja, thinking, {"See:"});
         CHECK(g.text == thought + "It is 42. ");
         CHECK(g.finish == std::string("stop"));
     }
     CHECK(said(ASKED, false, {"See:"}).text == "It is 42. ");
-    CHECK(said(NEVER, false, {"See:"}).text == "<think>\n");
+    CHECK(said(NO_THOUGHT, false, {"See:"}).text == "<think>\n");
 }

@@ -1,6 +1,7 @@
 // train_lora from outside (TRAIN_LORA, else ./train_lora; QWEN3 and DATAGEN too), and its Trainer by itself, on the random
 // model in fixtures/tiny and the 40 questions in fixtures/train. PEFT's losses are fixtures, made by tests/reference/make_train_fixtures.py.
 #include <doctest/doctest.h>
+#include "model/chat_template.h"
 #include "tests/trainer.h"
 #include "tests/gradients.h"
 #include <thread>
@@ -21,7 +22,7 @@ static Result must(const char* name, const Strings& arguments) {
     REQUIRE(r.status == 0);
     return r;
 }
-static Result train(const Strings& arguments) { return must(program("TRAIN_LORA", "./train_lora"), arguments); }
+static Result trained(const Strings& arguments) { return must(program("TRAIN_LORA", "./train_lora"), arguments); }
 static Result qwen3(const Strings& arguments) { return must(program("QWEN3", "./qwen3"), arguments + Strings{"-j", "1", "-d", "cpu"}); }
 
 // The rows as JSONL and packed: all 40, the first 32, the last 8.
@@ -71,7 +72,7 @@ static const Strings ONE = {"-z", VOCABULARY, "-j", "1"};
 TEST_CASE("100 steps beside PEFT: every loss, gradient norms, and the loss of the end") {
     const Json peft(read_file(FIXTURES + "peft.json"));
     Scratch out;
-    train(Strings{TINY, rows().all, "-o", out / "a", "--adapter-init", FIXTURES + "adapter", "--no-shuffle", "--dropout", "0", "--dtype", "f32", "--steps", "100",
+    trained(Strings{TINY, rows().all, "-o", out / "a", "--adapter-init", FIXTURES + "adapter", "--no-shuffle", "--dropout", "0", "--dtype", "f32", "--steps", "100",
            "--batch", "8", "--lr", format("%g", peft["lr"].number()), "--eval", rows().all, "--allow-leak", "--eval-every", "100"} + ONE);
     const std::vector<double> loss = logged(out / "a", "loss"), norm = logged(out / "a", "grad_norm"), end = logged(out / "a", "eval_loss");
     REQUIRE(loss.size() == 100);
@@ -100,15 +101,15 @@ TEST_CASE("LoRA+: 30 steps beside PEFT's create_loraplus_optimizer; a ratio of 1
     Scratch out;
     const Strings how = Strings{TINY, rows().all, "--adapter-init", FIXTURES + "adapter", "--no-shuffle", "--dropout", "0", "--dtype", "f32", "--batch", "8",
                                 "--lr", format("%g", peft["lr"].number())} + ONE;
-    train(how + Strings{"--steps", "30", "--loraplus-ratio", "16", "-o", out / "a"});
+    trained(how + Strings{"--steps", "30", "--loraplus-ratio", "16", "-o", out / "a"});
     const std::vector<double> loss = logged(out / "a", "loss"), norm = logged(out / "a", "grad_norm");
     REQUIRE(loss.size() == 30);
     for (size_t i = 0; i < 30; i++) {
         CHECK(std::fabs(loss[i] - peft["losses"][i].number()) < 1e-5);
         CHECK(norm[i] == doctest::Approx(peft["norms"][i].number()).epsilon(1e-4));
     }
-    train(how + Strings{"--steps", "2", "-o", out / "plain"});
-    train(how + Strings{"--steps", "2", "--loraplus-ratio", "1", "-o", out / "one"});
+    trained(how + Strings{"--steps", "2", "-o", out / "plain"});
+    trained(how + Strings{"--steps", "2", "--loraplus-ratio", "1", "-o", out / "one"});
     CHECK(read_file(out / "plain/adapter_model.safetensors") == read_file(out / "one/adapter_model.safetensors"));
     check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{TINY, rows().all, "--full", "--loraplus-ratio", "16", "-o", out / "f"} + ONE).wait(), "train_lora", "--loraplus-ratio");
 }
@@ -137,14 +138,14 @@ TEST_CASE("NEFTune: noise of the paper's size in training only; batches cut othe
     // A run: the loss of step 1 is that without noise, moved a little; an evaluation has none.
     Scratch out;
     const Strings how = Strings{TINY, rows().all, "--steps", "4", "--lr", "1e-3", "--rank", "4", "--dropout", "0", "--eval", rows().all, "--allow-leak", "--eval-every", "2"} + ONE;
-    train(how + Strings{"--batch", "8", "-o", out / "none"});
-    train(how + Strings{"--batch", "8", "--neftune-alpha", "5", "-o", out / "a"});
-    train(how + Strings{"--batch", "2", "--accum", "4", "--neftune-alpha", "5", "-o", out / "b"});
+    trained(how + Strings{"--batch", "8", "-o", out / "none"});
+    trained(how + Strings{"--batch", "8", "--neftune-alpha", "5", "-o", out / "a"});
+    trained(how + Strings{"--batch", "2", "--accum", "4", "--neftune-alpha", "5", "-o", out / "b"});
     CHECK(logged(out / "a", "loss")[0] != logged(out / "none", "loss")[0]);
     CHECK(logged(out / "a", "loss")[0] == doctest::Approx(logged(out / "none", "loss")[0]).epsilon(0.1));
     CHECK(read_file(out / "a/adapter_model.safetensors") == read_file(out / "b/adapter_model.safetensors"));
     CHECK(read_file(out / "a/adapter_model.safetensors") != read_file(out / "none/adapter_model.safetensors"));
-    train(how + Strings{"--neftune-alpha", "5", "--batch", "8", "--lr", "0", "-o", out / "still"}); // nothing changes
+    trained(how + Strings{"--neftune-alpha", "5", "--batch", "8", "--lr", "0", "-o", out / "still"}); // nothing changes
     CHECK(logged(out / "still", "eval_loss")[0] == logged(out / "still", "eval_loss")[1]);
     CHECK(logged(out / "still", "loss")[0] != logged(out / "still", "loss")[2]);
     TrainOptions o; // the bound of a row of n tokens: alpha / sqrt(n C)
@@ -168,7 +169,7 @@ TEST_CASE("NEFTune: noise of the paper's size in training only; batches cut othe
 
 TEST_CASE("a tiny model learns 32 rows by heart, and then answers them word for word: adapter, merged file, merged folder") {
     Scratch out;
-    const Result r = train(Strings{TINY, rows().first, "-o", out / "a", "--eval", rows().last, "--batch", "8", "--steps", "100", "--lr", "4e-3", "--rank", "16",
+    const Result r = trained(Strings{TINY, rows().first, "-o", out / "a", "--eval", rows().last, "--batch", "8", "--steps", "100", "--lr", "4e-3", "--rank", "16",
                             "--alpha", "32", "--dropout", "0", "--merge", out / "merged.bin", "--eval-every", "20"} + ONE);
     const std::vector<double> loss = logged(out / "a", "loss"), other = logged(out / "a", "eval_loss");
     CHECK(loss[0] > 8);
@@ -197,7 +198,7 @@ TEST_CASE("a tiny model learns 32 rows by heart, and then answers them word for 
     // The merged model alone says the same; as a folder it is the same model.
     const Strings merged = lines(answers("merged.jsonl", {out / "merged.bin"}));
     for (int i = 0; i < 32; i++) CHECK(Json(merged[i])["answer"].str() == Json(rows().questions[i])["output"].str());
-    train({TINY, "--adapter-init", out / "a", "--merge", out / "folder", "-j", "1"});
+    trained({TINY, "--adapter-init", out / "a", "--merge", out / "folder", "-j", "1"});
     const Strings hash = {"-i", "warp?", "--logits-hash", "-z", VOCABULARY};
     CHECK(qwen3(Strings{out / "merged.bin"} + hash).out == qwen3(Strings{out / "folder"} + hash).out);
     CHECK(qwen3(Strings{TINY} + hash).out != qwen3(Strings{out / "folder"} + hash).out);
@@ -208,7 +209,7 @@ TEST_CASE("--starter: the questions that a chat begins with, in a model, an adap
     const Starters two = {"什么是 \"warp\"？", "What is a bank?"}, other = {"Who?"};
     const Strings brief = Strings{"--steps", "1", "--batch", "2"} + ONE,
                   asked = {"--starter", two[0], "--starter", two[1]};
-    train(Strings{TINY, rows().first, "-o", out / "full", "--full"} + asked + brief);
+    trained(Strings{TINY, rows().first, "-o", out / "full", "--full"} + asked + brief);
     const std::string model = out / "full/model.bin";
     CHECK(ModelFile(model).starters == two);
     CHECK(ModelFile(TINY).starters.empty());
@@ -216,21 +217,21 @@ TEST_CASE("--starter: the questions that a chat begins with, in a model, an adap
         CHECK(qwen3(Strings{model} + words).status == 0);
         CHECK(ModelFile(words.back()).starters == two);
     }
-    train(Strings{model, rows().first, "-o", out / "again", "--full"} + brief); // those of the model
+    trained(Strings{model, rows().first, "-o", out / "again", "--full"} + brief); // those of the model
     CHECK(ModelFile(out / "again/model.bin").starters == two);
 
     auto of_adapter = [&](const std::string& name) { return AdapterFile(out / name, ModelFile(TINY).config).starters; };
-    train(Strings{model, rows().first, "-o", out / "a", "--merge", out / "a.bin"} + brief);
+    trained(Strings{model, rows().first, "-o", out / "a", "--merge", out / "a.bin"} + brief);
     CHECK(of_adapter("a").empty());
     CHECK(ModelFile(out / "a.bin").starters == two);
-    train(Strings{model, rows().first, "-o", out / "o", "--starter", other[0], "--merge", out / "folder"} + brief);
+    trained(Strings{model, rows().first, "-o", out / "o", "--starter", other[0], "--merge", out / "folder"} + brief);
     CHECK(of_adapter("o") == other);
     CHECK(ModelFile(out / "folder").starters == other);
-    train(Strings{model, rows().first, "-o", out / "next", "--adapter-init", out / "o", "--merge",
+    trained(Strings{model, rows().first, "-o", out / "next", "--adapter-init", out / "o", "--merge",
                   out / "n.bin", "--merge-as", "int8"} + brief);
     CHECK(of_adapter("next") == other);
     CHECK(ModelFile(out / "n.bin").starters == other);
-    train({TINY, "--adapter-init", out / "o", "--merge", out / "t.bin", "--starter", two[0], "--starter", two[1],
+    trained({TINY, "--adapter-init", out / "o", "--merge", out / "t.bin", "--starter", two[0], "--starter", two[1],
            "-j", "1"});
     CHECK(ModelFile(out / "t.bin").starters == two);
 
@@ -252,7 +253,7 @@ TEST_CASE("merged in float32: the logits of adapter and merged model are the sam
     Scratch out;
     // tied_f32's config and weights, trained a little with a scale that is no power of two, some modules only.
     const std::string model = "tests/fixtures/tied_f32";
-    train(Strings{model, rows().first, "-o", out / "a", "--batch", "8", "--steps", "6", "--lr", "1e-2", "--rank", "5", "--alpha", "7", "--rslora",
+    trained(Strings{model, rows().first, "-o", out / "a", "--batch", "8", "--steps", "6", "--lr", "1e-2", "--rank", "5", "--alpha", "7", "--rslora",
            "--targets", "q,v_proj,down", "--merge", out / "m", "--schedule", "constant", "--warmup", "0"} + ONE);
     auto logits = [&](const Strings& arguments) {
         qwen3(arguments + Strings{"--ids", "1,2,3,4,5,6,7,8,9,10", "--logits", out / "logits"});
@@ -289,7 +290,7 @@ TEST_CASE("merged into float16: each number rounded once, to nearest and even; w
 
     Scratch out;
     const std::string model = "tests/fixtures/tied_f16";
-    train(Strings{model, rows().first, "-o", out / "a", "--batch", "8", "--steps", "6", "--lr", "1e-2", "--rank", "5", "--alpha", "7", "--targets", "k,down",
+    trained(Strings{model, rows().first, "-o", out / "a", "--batch", "8", "--steps", "6", "--lr", "1e-2", "--rank", "5", "--alpha", "7", "--targets", "k,down",
            "--merge", out / "m", "--schedule", "constant", "--warmup", "0"} + ONE);
     const ModelFile base(model), merged(out / "m");
     const AdapterFile adapter(out / "a", base.config);
@@ -337,7 +338,7 @@ TEST_CASE("a Hugging Face folder is merged into one: the tokenizer's files go wi
     for (auto& name : with) write_file(out / "base/" + name, "the text of " + name);
     fs::copy_file("tests/fixtures/tiny/tokenizer.json", out / "base/tokenizer.json", fs::copy_options::overwrite_existing);
     write_file(out / "base/pytorch_model.bin", "old");
-    train(Strings{out / "base", rows().first, "-o", out / "a", "--steps", "1", "--rank", "2", "--alpha", "4", "--merge", out / "m"} + ONE);
+    trained(Strings{out / "base", rows().first, "-o", out / "a", "--steps", "1", "--rank", "2", "--alpha", "4", "--merge", out / "m"} + ONE);
     for (auto& name : with + Strings{"config.json", "generation_config.json"}) CHECK(read_file(out / "m/" + name) == read_file(out / "base/" + name));
     for (const char* name : {"pytorch_model.bin", "vocab.json", "golden.json"}) CHECK(!fs::exists(out / "m/" + name));
     CHECK(ModelFile(out / "m").tensors.size() == ModelFile(out / "base").tensors.size());
@@ -395,13 +396,13 @@ TEST_CASE("--merge gives the tokenizer along, and writes over nothing without --
     for (const std::string path : {"a/merged.bin", "folder"}) {
         INFO(path);
         fs::create_directory(out / "a");
-        train(merge + Strings{out / path} + ONE);
+        trained(merge + Strings{out / path} + ONE);
         CHECK(read_file(out / (path == "folder" ? "folder/tokenizer.bin" : "a/tokenizer.bin")) == read_file(VOCABULARY));
         const std::string answer = qwen3(Strings{out / path} + ask).out; // without -z
         CHECK(answer == qwen3(Strings{out / path, "-z", VOCABULARY} + ask).out);
         refused(merge + Strings{out / path}, path + ": there is a model already; --overwrite replaces it");
         refused(Strings{TINY, rows().first, "-o", out / "never", "--merge", out / path}, "--overwrite replaces it"); // before training
-        train(merge + Strings{out / path, "--overwrite"} + ONE);
+        trained(merge + Strings{out / path, "--overwrite"} + ONE);
         CHECK(qwen3(Strings{out / path} + ask).out == answer);
     }
     CHECK(!fs::exists(out / "never"));
@@ -410,7 +411,7 @@ TEST_CASE("--merge gives the tokenizer along, and writes over nothing without --
     CHECK(read_file(out / "file.bin") == "mine");
     // Another tokenizer beside a model.bin is somebody else's, with --overwrite too.
     write_file(out / "tokenizer.bin", "another");
-    const Result r = train(merge + Strings{out / "file.bin", "--overwrite"} + ONE);
+    const Result r = trained(merge + Strings{out / "file.bin", "--overwrite"} + ONE);
     CHECK(r.err.find("/tokenizer.bin: another tokenizer, and left as it is; ask with -z " + VOCABULARY + "\n") != std::string::npos);
     CHECK(read_file(out / "tokenizer.bin") == "another");
 }
@@ -421,8 +422,8 @@ TEST_CASE("qwen3 takes what train_lora leaves: the folder of a whole model, or o
     fs::copy(TINY, out / "m/model.bin"), fs::copy(VOCABULARY, out / "m/tokenizer.bin");
     const std::string base = out / "m/model.bin";
     const Strings few = {"--steps", "2", "--lr", "1e-2", "--warmup", "0", "-j", "1"}, hash = {"-i", "warp?", "--logits-hash"};
-    train(Strings{base, rows().first, "-o", out / "full", "--full", "--eval", rows().last} + few);
-    train(Strings{base, rows().first, "-o", out / "lora", "--rank", "2"} + few);
+    trained(Strings{base, rows().first, "-o", out / "full", "--full", "--eval", rows().last} + few);
+    trained(Strings{base, rows().first, "-o", out / "lora", "--rank", "2"} + few);
     const std::string full = qwen3(Strings{out / "full"} + hash).out, lora = qwen3(Strings{out / "lora"} + hash).out, before = qwen3(Strings{base} + hash).out;
     CHECK(full == qwen3(Strings{out / "full/model.bin", "-z", VOCABULARY} + hash).out);
     CHECK(lora == qwen3(Strings{base, "--adapter", out / "lora"} + hash).out);
@@ -431,7 +432,7 @@ TEST_CASE("qwen3 takes what train_lora leaves: the folder of a whole model, or o
     CHECK(full != lora);
     CHECK(qwen3(Strings{out / "full/best"} + hash).out == full); // with its tokenizer, too
     // And train_lora goes on from such a folder, but not into it.
-    train(Strings{out / "full", rows().first, "-o", out / "more"} + few);
+    trained(Strings{out / "full", rows().first, "-o", out / "more"} + few);
     check_refusal(start(program("TRAIN_LORA", "./train_lora"), Strings{out / "full", rows().first, "-o", out / "full", "--full", "--overwrite"} + few).wait(),
                   "train_lora", "would remove the model that is to be trained");
     CHECK(qwen3(Strings{out / "full"} + hash).out == full);
@@ -450,9 +451,9 @@ TEST_CASE("--full: a float16 model stays one, from its own numbers; unless one b
     Scratch out;
     const std::string model = "tests/fixtures/tied_f16";
     const Strings how = Strings{model, rows().first, "--full", "--steps", "1", "-o"};
-    const Result r = train(how + Strings{out / "same", "--lr", "0"} + ONE);
+    const Result r = trained(how + Strings{out / "same", "--lr", "0"} + ONE);
     CHECK(r.err.find(model + ": F16; computed in bfloat16, and model.bin is F16 again\n") != std::string::npos);
-    train(how + Strings{out / "moved", "--lr", "1e-2", "--warmup", "0"} + ONE);
+    trained(how + Strings{out / "moved", "--lr", "1e-2", "--warmup", "0"} + ONE);
     const ModelFile base(model), same(out / "same"), moved(out / "moved");
     int changed = 0;
     for (auto& tensor : base.tensors) {
@@ -504,7 +505,7 @@ TEST_CASE("a step does not depend on how it is cut: 16 x 1, 4 x 4, 1 x 16, threa
         Strings arguments = {TINY, rows().first, "-o", out / "a", "--batch", how.batch, "--accum", how.accum, "-j", how.threads, "--steps", "5", "--lr", "1e-2",
                              "--rank", "4", "--alpha", "8", "-z", VOCABULARY, "--eval", rows().last, "--eval-every", "5"};
         if (how.recompute) arguments.push_back("--recompute");
-        train(arguments);
+        trained(arguments);
         const std::string result = result_of(out / "a");
         std::vector<double> log = logged(out / "a", "loss");
         log.push_back(logged(out / "a", "eval_loss")[0]);
@@ -567,7 +568,7 @@ TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to
     Scratch out;
     const Strings how = Strings{TINY, rows().first, "--batch", "8", "--steps", "30", "--lr", "1e-2", "--rank", "4", "--alpha", "8", "--loraplus-ratio", "2",
                                 "--neftune-alpha", "5", "--eval", rows().last, "--eval-every", "7"} + ONE;
-    train(how + Strings{"-o", out / "whole"});
+    trained(how + Strings{"-o", out / "whole"});
     Strings arguments = how + Strings{"-o", out / "parts"};
     int stops = 0;
     for (size_t after : {6, 17}) {
@@ -588,12 +589,12 @@ TEST_CASE("Ctrl-C saves and leaves; --resume goes on: as if nothing had been, to
         arguments = how + Strings{"-o", out / "parts", "--resume"};
     }
     CHECK(stops == 2); // it was really stopped on its way
-    train(arguments);
+    trained(arguments);
     CHECK(result_of(out / "parts") == result_of(out / "whole"));
     CHECK(read_file(out / "parts/best/adapter_model.safetensors") == read_file(out / "whole/best/adapter_model.safetensors"));
     for (const char* field : {"loss", "grad_norm", "lr", "eval_loss", "current_steps", "epoch"}) CHECK(logged(out / "parts", field) == logged(out / "whole", field));
     // A finished run stays finished.
-    train(arguments);
+    trained(arguments);
     CHECK(result_of(out / "parts") == result_of(out / "whole"));
     for (const Strings& other : {Strings{"--lr", "1e-3"}, {"--seed", "7"}, {"--batch", "4"}, {"--schedule", "linear"}, {"--loraplus-ratio", "3"}, {"--neftune-alpha", "4"}})
         check_refusal(start(program("TRAIN_LORA", "./train_lora"), arguments + other).wait(), "train_lora", format("begun with %s", other[0].c_str() + 2));
@@ -640,7 +641,7 @@ TEST_CASE("--full: a model from nothing learns its rows; model.bin is one that q
         "tie_word_embeddings": true, "dtype": "float32", "eos_token_id": [)" + std::to_string(Tokenizer(VOCABULARY).id("<|im_end|>")) + "]}");
     qwen3({"--synthesize", out / "config.json", out / "model.bin", "-s", "3"});
     const Strings how = Strings{out / "model.bin", rows().first, "--full", "--batch", "16", "--lr", "5e-3", "--steps", "150", "--weight-decay", "0"} + ONE;
-    train(how + Strings{"-o", out / "a"});
+    trained(how + Strings{"-o", out / "a"});
     CHECK(logged(out / "a", "loss")[0] == doctest::Approx(std::log(1024)).epsilon(0.02)); // it knows nothing
     CHECK(logged(out / "a", "loss").back() < 0.05);
     qwen3({out / "a/model.bin", "--eval", rows().first_jsonl, "-o", out / "answers.jsonl", "-z", VOCABULARY, "-n", "40"});
@@ -648,22 +649,22 @@ TEST_CASE("--full: a model from nothing learns its rows; model.bin is one that q
     for (int i = 0; i < 32; i++) CHECK(Json(got[i])["answer"].str() == Json(rows().questions[i])["output"].str());
     // Stopped or not. (A tied embedding is summed from both ends of the model: cut differently it is equal but for rounding.)
     Strings few = Strings{out / "model.bin", rows().first, "--full", "--batch", "16", "--lr", "1e-3", "--steps", "6", "--save-every", "3"} + ONE;
-    train(few + Strings{"-o", out / "b"});
+    trained(few + Strings{"-o", out / "b"});
     Process p = start(program("TRAIN_LORA", "./train_lora"), few + Strings{"-o", out / "c"});
     wait_until(p, [&] { return read_file_if(out / "c/trainer_log.jsonl").find("\"current_steps\": 2,") != std::string::npos; });
     kill(p.pid, SIGINT);
     CHECK(p.wait().status == 130);
-    train(few + Strings{"-o", out / "c", "--resume"});
+    trained(few + Strings{"-o", out / "c", "--resume"});
     CHECK(result_of(out / "b", "model.bin") == result_of(out / "c", "model.bin"));
     few = Strings{out / "model.bin", rows().first, "--full", "--batch", "2", "--accum", "8", "--lr", "1e-3", "--steps", "6", "-o", out / "d"} + ONE;
-    train(few);
+    trained(few);
     const std::vector<double> one = logged(out / "b", "loss"), other = logged(out / "d", "loss");
     for (size_t i = 0; i < 6; i++) CHECK(one[i] == doctest::Approx(other[i]).epsilon(1e-5));
 }
 
 TEST_CASE("the log has LLaMA-Factory's fields; schedules; the curve; rows in another order each epoch") {
     Scratch out;
-    const Result r = train(Strings{TINY, rows().first, "-o", out / "a", "--batch", "8", "--epochs", "2.5", "--warmup", "0.2", "--schedule", "linear", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
+    const Result r = trained(Strings{TINY, rows().first, "-o", out / "a", "--batch", "8", "--epochs", "2.5", "--warmup", "0.2", "--schedule", "linear", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
     const Strings log = lines(read_file(out / "a/trainer_log.jsonl"));
     REQUIRE(log.size() == 10);
     for (size_t i = 0; i < 10; i++) {
@@ -698,11 +699,11 @@ TEST_CASE("the log has LLaMA-Factory's fields; schedules; the curve; rows in ano
     const std::vector<double> tokens = logged(out / "a", "total_tokens");
     CHECK(tokens[7] == 2 * tokens[3]);
     CHECK(tokens[4] - tokens[3] != tokens[0]);
-    train(Strings{TINY, rows().first, "-o", out / "b", "--batch", "8", "--steps", "5", "--no-shuffle", "--rank", "2", "--alpha", "4"} + ONE);
+    trained(Strings{TINY, rows().first, "-o", out / "b", "--batch", "8", "--steps", "5", "--no-shuffle", "--rank", "2", "--alpha", "4"} + ONE);
     const std::vector<double> in_order = logged(out / "b", "total_tokens");
     CHECK(in_order[4] - in_order[3] == in_order[0]);
     // A run of one step has no warm-up, which would be all of it.
-    train(Strings{TINY, rows().first, "-o", out / "c", "--batch", "8", "--steps", "1", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
+    trained(Strings{TINY, rows().first, "-o", out / "c", "--batch", "8", "--steps", "1", "--lr", "1e-3", "--rank", "2", "--alpha", "4"} + ONE);
     CHECK(logged(out / "c", "lr") == std::vector<double>{1e-3});
     for (double rate : logged(out / "b", "lr")) CHECK((rate == 0) == (rate == logged(out / "b", "lr")[0]));
 }
@@ -757,11 +758,11 @@ TEST_CASE("bad input: one line each") {
     }
     refused({TINY, out / "high.bin", "-o", out / "a"}, "id 5000 is not in the tokenizer's");
     // A folder that holds a run is not trampled on, and replaced on demand.
-    train(good + Strings{"--steps", "1", "--rank", "2", "--alpha", "4"} + ONE);
+    trained(good + Strings{"--steps", "1", "--rank", "2", "--alpha", "4"} + ONE);
     const std::string before = result_of(out / "a");
     refused(good, "holds a run: --resume continues it, --overwrite replaces it");
     CHECK(result_of(out / "a") == before);
-    train(good + Strings{"--steps", "1", "--rank", "3", "--overwrite"} + ONE);
+    trained(good + Strings{"--steps", "1", "--rank", "3", "--overwrite"} + ONE);
     CHECK(result_of(out / "a") != before);
 }
 

@@ -15,7 +15,7 @@ static Process start(const Strings& arguments) {
     return Process(program("TRAIN_LORA", "./train_lora"), arguments + Strings{"-z", VOCABULARY, "-j", "1", "-d", "cpu"}, "",
                    [] { setenv("OMP_WAIT_POLICY", "passive", 1); });
 }
-static Result train(const Strings& arguments) {
+static Result trained(const Strings& arguments) {
     const Result r = start(arguments).wait();
     INFO(r.err);
     REQUIRE(r.status == 0);
@@ -325,11 +325,11 @@ TEST_CASE("questions and --watch change no bit of what is trained, whatever is t
         INFO(c.name);
         const std::string plain = out / (std::string(c.name) + ".plain"), asked = out / (std::string(c.name) + ".asked");
         const Strings how = Strings{TINY, c.data, "--steps", "6", "--lr", "1e-2"} + c.how;
-        train(how + Strings{"-o", plain});
+        trained(how + Strings{"-o", plain});
         Strings with = {"-o", asked, "--ask", "What is a warp?", "--ask", "And a block of threads?"};
         for (int i = 0; i < 10 && c.name == std::string("teacher"); i++) with = with + Strings{"--ask", format("And %d blocks?", i)};
         if (can_watch) with = with + Strings{"--watch", "0"};
-        train(how + with);
+        trained(how + with);
         CHECK(state_of(plain, c.result) == state_of(asked, c.result));
         CHECK(losses_of(plain) == losses_of(asked));
         CHECK(!fs::exists(plain + "/trainer_answers.jsonl"));
@@ -362,7 +362,7 @@ TEST_CASE("report.html: whole in one file, of any run; a resumed one goes on wit
         REQUIRE(port);
         events = events_of(Http(port).call("GET", "/events").body);
         CHECK(resumed.wait().status == 0);
-    } else train(how + Strings{"--resume"});
+    } else trained(how + Strings{"--resume"});
     report = read_file(run + "/report.html");
     INFO(report);
     CHECK(logged(run, "loss").size() == 40);
@@ -391,7 +391,7 @@ TEST_CASE("report.html: whole in one file, of any run; a resumed one goes on wit
     CHECK(report.find("content=\"default-src 'none'; style-src 'unsafe-inline'\"") != report.npos);
 
     // Without questions; a run that replaces another leaves nothing of it.
-    train({TINY, rows().first, "-o", run, "--steps", "2", "--batch", "4", "--rank", "2", "--overwrite"});
+    trained({TINY, rows().first, "-o", run, "--steps", "2", "--batch", "4", "--rank", "2", "--overwrite"});
     report = read_file(run + "/report.html");
     CHECK(report.find("<h2>Answers</h2>") == report.npos);
     CHECK(report.find("<p>32 rows, 2 steps in 0:0") != report.npos);
