@@ -106,6 +106,11 @@ struct Avx2Bytes {
         const __m256i at = _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32((int)apart));
         v = (Int)_mm256_i32gather_epi32((const int*)p, at, 1);
     }
+    static INLINE void half(Float& v, const Int& u) { // without subnormal floats
+        const Int size = u & 0x7fff, normal = (size << 13) + (112 << 23), is_small = size < 0x400;
+        v = __builtin_convertvector(size, Float) * 0x1p-24f;
+        v = (Float)(((Int)v & is_small) | (normal & ~is_small) | (u & 0x8000) << 16);
+    }
     static INLINE void fill(Int& v, const void* p) { v = (Int)_mm256_set1_epi32(load_as<int>(p)); }
     static INLINE void multiply_add(Int& sum, const Int& w, const Int& x) {
         sum = (Int)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));

@@ -177,6 +177,9 @@ struct Vnni {
         const __m512i at = _mm512_mullo_epi32(count, _mm512_set1_epi32((int)apart));
         v = (Int)_mm512_mask_i32gather_epi32(__m512i{}, 0xffff, at, p, 1);
     }
+    static INLINE void half(Float& v, const Int& u) {
+        v = (Float)_mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)u));
+    }
     static INLINE void fill(Int& v, const void* p) { v = (Int)_mm512_set1_epi32(load_as<int>(p)); }
     static INLINE void multiply_add(Int& sum, const Int& w, const Int& x) {
         sum = (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);

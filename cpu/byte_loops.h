@@ -9,6 +9,7 @@
 //     NARROW        products of unsigned bytes are added in 16 bits
 //     panel         lane r of v[i] is word i of the 16 bytes at p + r * apart
 //     gather        lane r is the word at p + r * apart
+//     half          a finite half in a lane's lower 16 bits
 //     fill          the word at p in all lanes
 //     multiply_add  sum += the products of four unsigned bytes of each lane and four signed ones. NARROW: neighbours
 //                   add up in 16 bits; `widen` adds these up in 32
@@ -46,14 +47,8 @@ template <class Set> struct ByteReader {
         Set::panel(v, p, apart);
     }
     static INLINE void floats(Float& v, const Int& u) { v = __builtin_convertvector(u, Float); }
-    static INLINE void half(Float& v, const Int& u) { // the lower 16 bits, a finite one; without subnormal floats
-        const Int size = u & 0x7fff, normal = (size << 13) + (112 << 23), is_small = size < 0x400;
-        floats(v, size);
-        v *= 0x1p-24f;
-        v = (Float)(((Int)v & is_small) | (normal & ~is_small) | (u & 0x8000) << 16);
-    }
     static INLINE void halves(Float (&v)[8], const Int (&u)[4]) {
-        UNROLL for (int i = 0; i < 4; i++) half(v[2 * i], u[i]), half(v[2 * i + 1], u[i] >> 16);
+        UNROLL for (int i = 0; i < 4; i++) Set::half(v[2 * i], u[i]), Set::half(v[2 * i + 1], u[i] >> 16);
     }
     // 32 bytes of two groups each, the first one's in the lower halves.
     INLINE void pairs(const uint8_t* p, const Int (&fifth)[8], bool has_fifth) {
@@ -106,7 +101,7 @@ template <class Set> struct ByteReader {
         Int v[4];
         Float d, m, by;
         panel(v, p);
-        half(d, v[0]), half(m, v[0] >> 16), m = -m;
+        Set::half(d, v[0]), Set::half(m, v[0] >> 16), m = -m;
         UNROLL for (int g = 0; g < 4; g++) {
             floats(by, v[1] >> 8 * g & 63), to.d[g][s] = by * d;
             floats(by, v[2] >> 8 * g & 63), to.m[g][s] = by * m;
@@ -140,14 +135,14 @@ template <class Set> struct ByteReader {
         }
         panel(v, p + 192);
         Set::gather(low[0], p + 206, apart);
-        half(d, low[0] >> 16);
+        Set::half(d, low[0] >> 16);
         UNROLL for (int i = 0; i < 16; i++) floats(by, v[i / 4] << (24 - i % 4 * 8) >> 24), to.d[i][s] = by * d;
     }
     INLINE void q8_0(const uint8_t* p) {
         for (int g = 0; g < 8; g++, p += BlockQ8_0::BYTES) {
             Int v;
             Set::gather(v, p, apart);
-            half(to.d[g][s], v);
+            Set::half(to.d[g][s], v);
             signed_bytes(p + 2, GROUP, 8 * g);
         }
     }
@@ -155,7 +150,7 @@ template <class Set> struct ByteReader {
         for (int g = 0; g < 8; g++, p += BlockQ4_0::BYTES) {
             Int v[4], d;
             Set::gather(d, p, apart);
-            half(to.d[g][s], d);
+            Set::half(to.d[g][s], d);
             panel(v, p + 2);
             UNROLL for (int i = 0; i < 4; i++) {
                 to.code[8 * g + i][s] = v[i] & 0x0f0f0f0f;
@@ -239,11 +234,14 @@ static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t 
     constexpr int ROWS = Set::ROWS;
     const size_t in = (size_t)W.in, groups = in / W.group;
     const Dtype type = W.type[b];
+    const size_t scale_bytes = W.scale[b] ? 2 * groups : 0;
     ByteChunk<Set> chunk;
     int done = 0;
     for (; done + STACK * ROWS <= rows; done += STACK * ROWS, row += STACK * ROWS, y += STACK * ROWS) {
         for (int n = 0; n < N; n++) memset(y + n * TILE_ROWS, 0, STACK * ROWS * sizeof(float));
         const uint8_t* first = (const uint8_t*)W.q[b] + row * apart;
+        const uint8_t* scales = (const uint8_t*)W.scale[b] + (row + STACK * ROWS) * scale_bytes; // of the next rows
+        for (size_t i = 0; i < STACK * ROWS * scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
         for (size_t k = 0; k < in; k += BYTE_CHUNK) {
             for (int s = 0; s < STACK; s++) {
                 const size_t r = row + s * ROWS, g = r * groups + k / W.group;
