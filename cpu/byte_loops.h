@@ -16,6 +16,7 @@
 //     multiply_add_signed, NARROW alone: of signed bytes, in 32 bits
 //     fma           sum += a * b, rounded once
 //     SQUARE        tokens that multiply_squares multiplies at once (0: none); it returns the number of those it did
+//     SUMS          it has int8_sums: sum[r][g] of `columns` columns of `rows` rows, which are read in memory order
 namespace {
 constexpr int STACK = 2; // vectors of rows of a chunk
 
@@ -75,11 +76,16 @@ template <class Set> struct ByteReader {
         }
     }
     INLINE void int8(const uint8_t* p, const uint8_t* scale, size_t groups) {
-        Int v[4];
+        Float d[8];
         signed_bytes(p, BYTE_CHUNK, 0);
+        int8_scales(d, scale, groups);
+        UNROLL for (int i = 0; i < 8; i++) to.d[i][s] = d[i];
+    }
+    static INLINE void int8_scales(Float (&d)[8], const uint8_t* scale, size_t groups) {
+        Int v[4];
         Set::panel(v, scale, 2 * groups);
         UNROLL for (int i = 0; i < 4; i++)
-            to.d[2 * i][s] = (Float)(v[i] << 16), to.d[2 * i + 1][s] = (Float)(v[i] & (int)0xffff0000);
+            d[2 * i] = (Float)(v[i] << 16), d[2 * i + 1] = (Float)(v[i] & (int)0xffff0000);
     }
     INLINE void int4(const uint8_t* p, const uint8_t* scale, const uint8_t* zero, size_t groups, int group) {
         Int v[4];
@@ -227,6 +233,40 @@ static void multiply_tokens(float* y, const ByteChunk<Set>& w, const int8_t* x, 
     for (; n < N; n++) multiply_chunk<Set, Kind, 1>(y + n * TILE_ROWS, w, x + n * in, group + n * in / GROUP, in);
 }
 
+// STACK * ROWS rows of INT8 for one token. Rows are read one after another, at most INT8_PIECE columns at once: panels
+// of all rows ask for fewer lines of memory ahead (docs/notes/cpu.md).
+constexpr int INT8_PIECE = 4096;
+template <class Set>
+static void int8_column(float* y, const StoredRows& W, int b, size_t row, const int8_t* x, const RoundedGroup* group) {
+    using Int = typename Set::Int;
+    using Float = typename Set::Float;
+    constexpr int ROWS = Set::ROWS, COUNT = STACK * ROWS;
+    const size_t in = (size_t)W.in, groups = in / GROUP;
+    alignas(64) int sums[COUNT * INT8_PIECE / GROUP];
+    for (size_t start = 0; start < in; start += INT8_PIECE) {
+        const int columns = smaller(INT8_PIECE, (int)(in - start)), count = columns / GROUP;
+        Set::int8_sums(sums, (const int8_t*)W.q[b] + row * in + start, in, COUNT, x + start, columns);
+        for (int s = 0; s < STACK; s++) {
+            const uint8_t* scales = (const uint8_t*)W.scale[b] + 2 * ((row + s * ROWS) * groups + start / GROUP);
+            const uint8_t* rows = (const uint8_t*)(sums + s * ROWS * count);
+            const RoundedGroup* of = group + start / GROUP;
+            Float sum, d[8];
+            memcpy(&sum, y + s * ROWS, sizeof sum);
+            for (int g = 0; g < count; g += 4, rows += 16, of += 4) {
+                Int total[4], less, scale;
+                if (g % 8 == 0) ByteReader<Set>::int8_scales(d, scales + 2 * g, groups);
+                Set::panel(total, rows, count * sizeof(int));
+                UNROLL for (int i = 0; i < 4; i++) {
+                    Set::fill(less, &of[i].less), Set::fill(scale, &of[i].scale);
+                    const Float whole = __builtin_convertvector(total[i] + (less << 7), Float);
+                    Set::fma(sum, whole, d[g % 8 + i] * (Float)scale);
+                }
+            }
+            memcpy(y + s * ROWS, &sum, sizeof sum);
+        }
+    }
+}
+
 // The first rows of a tile, as many as are whole chunks; returns their number.
 template <class Set>
 static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t row, int rows, const int8_t* x,
@@ -242,6 +282,10 @@ static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t 
         const uint8_t* first = (const uint8_t*)W.q[b] + row * apart;
         const uint8_t* scales = (const uint8_t*)W.scale[b] + (row + STACK * ROWS) * scale_bytes; // of the next rows
         for (size_t i = 0; i < STACK * ROWS * scale_bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
+        if constexpr (Set::SUMS) if (N == 1 && W.format == Format::INT8) {
+            int8_column<Set>(y, W, b, row, x, group);
+            continue;
+        }
         for (size_t k = 0; k < in; k += BYTE_CHUNK) {
             for (int s = 0; s < STACK; s++) {
                 const size_t r = row + s * ROWS, g = r * groups + k / W.group;
