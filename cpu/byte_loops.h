@@ -42,6 +42,7 @@ template <class Set> struct ByteReader {
     int s; // of STACK
     size_t apart;
     NextLine next;
+    bool squares; // of tokens, for which signed bytes stay so
 
     INLINE void panel(Int (&v)[4], const uint8_t* p) {
         next.fetch(Set::ROWS / 4);
@@ -72,7 +73,7 @@ template <class Set> struct ByteReader {
             Int v[4];
             panel(v, p + k);
             UNROLL for (int i = 0; i < 4; i++)
-                to.code[quad + k / 4 + i][s] = Set::NARROW ? v[i] : v[i] ^ (int)0x80808080;
+                to.code[quad + k / 4 + i][s] = Set::NARROW || squares ? v[i] : v[i] ^ (int)0x80808080;
         }
     }
     INLINE void int8(const uint8_t* p, const uint8_t* scale, size_t groups) {
@@ -172,6 +173,16 @@ template <int SIZE_, int MOST_, int SHIFT_, bool OFFSET_> struct ByteKind {
     static constexpr bool OFFSET = OFFSET_;
 };
 
+// sum += a token's part of group g.
+template <class Kind, class Set>
+static INLINE void add_group(typename Set::Float& sum, const typename Set::Int& total, const ByteChunk<Set>& w, int g,
+                             int s, const RoundedGroup& of) {
+    typename Set::Int scale, offset;
+    Set::fill(scale, &of.scale), Set::fill(offset, &of.offset);
+    Set::fma(sum, __builtin_convertvector(total, typename Set::Float), w.d[g][s] * (typename Set::Float)scale);
+    if constexpr (Kind::OFFSET) Set::fma(sum, w.m[g][s], (typename Set::Float)offset);
+}
+
 // y[m][r] += a chunk's part, for M tokens.
 template <class Set, class Kind, int M>
 static void multiply_chunk(float* y, const ByteChunk<Set>& w, const int8_t* x, const RoundedGroup* group, size_t in) {
@@ -209,21 +220,16 @@ static void multiply_chunk(float* y, const ByteChunk<Set>& w, const int8_t* x, c
             if constexpr (NARROW) UNROLL for (int m = 0; m < M; m++)
                 UNROLL for (int s = 0; s < STACK; s++) Set::widen(total[s][m], part[s][m]);
         }
-        UNROLL for (int m = 0; m < M; m++) {
-            Int scale, offset;
-            Set::fill(scale, &of[m * in / GROUP].scale), Set::fill(offset, &of[m * in / GROUP].offset);
-            UNROLL for (int s = 0; s < STACK; s++) {
-                Set::fma(sum[s][m], __builtin_convertvector(total[s][m], Float), w.d[g][s] * (Float)scale);
-                if constexpr (Kind::OFFSET) Set::fma(sum[s][m], w.m[g][s], (Float)offset);
-            }
-        }
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int s = 0; s < STACK; s++)
+                add_group<Kind>(sum[s][m], total[s][m], w, g, s, of[m * in / GROUP]);
     }
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int s = 0; s < STACK; s++) memcpy(y + m * TILE_ROWS + s * ROWS, &sum[s][m], sizeof(Float));
 }
 
 template <class Set, class Kind>
-static void multiply_tokens(float* y, const ByteChunk<Set>& w, const int8_t* x, const RoundedGroup* group, size_t in,
+static void multiply_tokens(float* y, ByteChunk<Set>& w, const int8_t* x, const RoundedGroup* group, size_t in,
                             int N) {
     constexpr int M = Set::TOKENS;
     int n = 0;
@@ -292,7 +298,8 @@ static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t 
                 const uint8_t* p = (const uint8_t*)W.q[b] + r * apart + apart * k / in;
                 const uint8_t* scale = (const uint8_t*)W.scale[b] + 2 * g;
                 const size_t seen = (k + s * BYTE_CHUNK / STACK) * apart / in * STACK * ROWS;
-                ByteReader<Set> read{chunk, s, apart, {(const char*)first + STACK * ROWS * apart + seen}};
+                ByteReader<Set> read{chunk, s, apart, {(const char*)first + STACK * ROWS * apart + seen},
+                                     Set::SQUARE > 0 && N >= Set::SQUARE};
                 if (W.format == Format::INT8) read.int8(p, scale, groups);
                 else if (W.format == Format::INT4)
                     read.int4(p, scale, W.zero[b] ? W.zero[b] + g : nullptr, groups, W.group);
