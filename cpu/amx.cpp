@@ -123,7 +123,7 @@ struct AmxBytes : Vnni {
 
     template <class Kind>
     static INLINE int multiply_squares(float* y, ByteChunk<AmxBytes>& w, const int8_t* x, const RoundedGroup* group,
-                                       size_t in, int N) {
+                                       size_t in, int N, NextLine next, int lines) {
         constexpr int ALL = BYTE_CHUNK / Kind::SIZE;
         alignas(64) Sums sums[2];
         int n = 0;
@@ -134,8 +134,10 @@ struct AmxBytes : Vnni {
                 const Sums& now = sums[first / BATCH % 2];
                 if (first + BATCH < ALL) multiply_groups<Kind>(sums[(first / BATCH + 1) % 2], w, x, in, first + BATCH);
                 asm volatile("" : "+m"(sums));
-                for (int m = 0; m < SQUARE; m++)
+                for (int m = 0; m < SQUARE; m++, lines -= BATCH) {
+                    if (lines > 0) next.fetch(BATCH);
                     add_groups<Kind>(y + m * TILE_ROWS, w, now, m, group + m * in / GROUP, first);
+                }
             }
         }
         if (n > 0 && n < N) move_codes<Kind>(w, 1);

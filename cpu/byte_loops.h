@@ -27,7 +27,8 @@ template <class Set> struct ByteChunk {
     typename Set::Float d[BYTE_CHUNK / 16][STACK], m[BYTE_CHUNK / 32][STACK];
 };
 
-// The line that the next panel prefetches: rows are in memory order.
+// The lines to prefetch: the next rows, in memory order. Panels prefetch as many as they read; with squares of tokens
+// the first square prefetches those of a chunk, since it takes longer.
 struct NextLine {
     const char* at;
     INLINE void fetch(int lines) {
@@ -45,7 +46,7 @@ template <class Set> struct ByteReader {
     bool squares; // of tokens, for which signed bytes stay so
 
     INLINE void panel(Int (&v)[4], const uint8_t* p) {
-        next.fetch(Set::ROWS / 4);
+        if (!squares) next.fetch(Set::ROWS / 4);
         Set::panel(v, p, apart);
     }
     static INLINE void floats(Float& v, const Int& u) { v = __builtin_convertvector(u, Float); }
@@ -229,11 +230,11 @@ static void multiply_chunk(float* y, const ByteChunk<Set>& w, const int8_t* x, c
 }
 
 template <class Set, class Kind>
-static void multiply_tokens(float* y, ByteChunk<Set>& w, const int8_t* x, const RoundedGroup* group, size_t in,
-                            int N) {
+static void multiply_tokens(float* y, ByteChunk<Set>& w, const int8_t* x, const RoundedGroup* group, size_t in, int N,
+                            [[maybe_unused]] NextLine next, [[maybe_unused]] int lines) {
     constexpr int M = Set::TOKENS;
     int n = 0;
-    if constexpr (Set::SQUARE > 0) n = Set::template multiply_squares<Kind>(y, w, x, group, in, N);
+    if constexpr (Set::SQUARE > 0) n = Set::template multiply_squares<Kind>(y, w, x, group, in, N, next, lines);
     for (; n + M <= N; n += M)
         multiply_chunk<Set, Kind, M>(y + n * TILE_ROWS, w, x + n * in, group + n * in / GROUP, in);
     for (; n < N; n++) multiply_chunk<Set, Kind, 1>(y + n * TILE_ROWS, w, x + n * in, group + n * in / GROUP, in);
@@ -315,7 +316,9 @@ static int byte_tile(float* y, const StoredRows& W, int b, size_t apart, size_t 
             else if (type == Dtype::Q6_K) multiply = multiply_tokens<Set, ByteKind<16, 63, 5, false>>;
             else if (type == Dtype::Q5_K) multiply = multiply_tokens<Set, ByteKind<32, 31, -1, true>>;
             else if (type == Dtype::Q4_K || W.zero[b]) multiply = multiply_tokens<Set, ByteKind<32, 15, -1, true>>;
-            multiply(y, chunk, x + k, group + k / GROUP, in, N);
+            const size_t bytes = STACK * ROWS * apart; // of the next rows
+            multiply(y, chunk, x + k, group + k / GROUP, in, N, {(const char*)first + bytes + bytes * k / in},
+                     (int)(bytes * BYTE_CHUNK / in / 64));
         }
     }
     return done;
