@@ -89,7 +89,7 @@ struct Avx2Bytes {
     typedef int Int __attribute__((vector_size(32)));
     typedef float Float __attribute__((vector_size(32)));
     static constexpr int ROWS = 8, TOKENS = 4, SQUARE = 0;
-    static constexpr bool NARROW = true, SUMS = false;
+    static constexpr bool NARROW = true, SIGNED = true, SUMS = false;
     static INLINE void panel(Int (&v)[4], const uint8_t* p, size_t apart) {
         __m256i t[4], a[2], b[2];
         UNROLL for (int i = 0; i < 4; i++) {

@@ -154,7 +154,7 @@ struct Vnni {
     typedef int Int __attribute__((vector_size(64)));
     typedef float Float __attribute__((vector_size(64)));
     static constexpr int ROWS = 16, TOKENS = 4, SQUARE = 0;
-    static constexpr bool NARROW = false, SUMS = true;
+    static constexpr bool NARROW = false, SIGNED = false, SUMS = true;
     static INLINE void panel(Int (&v)[4], const uint8_t* p, size_t apart) {
         __m512i t[4], a[2], b[2];
         UNROLL for (int i = 0; i < 4; i++, p += apart) {

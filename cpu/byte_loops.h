@@ -13,15 +13,15 @@
 //     fill          the word at p in all lanes
 //     multiply_add  sum += the products of four unsigned bytes of each lane and four signed ones. NARROW: neighbours
 //                   add up in 16 bits; `widen` adds these up in 32
-//     multiply_add_signed, NARROW alone: of signed bytes, in 32 bits
+//     SIGNED        it has multiply_add_signed: of signed bytes, in 32 bits
 //     fma           sum += a * b, rounded once
 //     SQUARE        tokens that multiply_squares multiplies at once (0: none); it returns the number of those it did
 //     SUMS          it has int8_sums: sum[r][g] of `columns` columns of `rows` rows, which are read in memory order
 namespace {
 constexpr int STACK = 2; // vectors of rows of a chunk
 
-// BYTE_CHUNK columns of STACK * ROWS rows. Bytes are unsigned: those of signed formats less 8, 32 or 128 (NARROW: 128
-// is none, they are signed).
+// BYTE_CHUNK columns of STACK * ROWS rows. Bytes are unsigned: those of signed formats less 8, 32 or 128 (SIGNED: those
+// of 128 are signed).
 template <class Set> struct ByteChunk {
     typename Set::Int code[BYTE_CHUNK / 4][STACK]; // of four columns
     typename Set::Float d[BYTE_CHUNK / 16][STACK], m[BYTE_CHUNK / 32][STACK];
@@ -74,7 +74,7 @@ template <class Set> struct ByteReader {
             Int v[4];
             panel(v, p + k);
             UNROLL for (int i = 0; i < 4; i++)
-                to.code[quad + k / 4 + i][s] = Set::NARROW || squares ? v[i] : v[i] ^ (int)0x80808080;
+                to.code[quad + k / 4 + i][s] = Set::SIGNED || squares ? v[i] : v[i] ^ (int)0x80808080;
         }
     }
     INLINE void int8(const uint8_t* p, const uint8_t* scale, size_t groups) {
@@ -190,7 +190,7 @@ static void multiply_chunk(float* y, const ByteChunk<Set>& w, const int8_t* x, c
     using Int = typename Set::Int;
     using Float = typename Set::Float;
     constexpr int SIZE = Kind::SIZE, QUADS = SIZE / 4, ROWS = Set::ROWS;
-    constexpr bool SIGNED = Set::NARROW && Kind::MOST == 255, NARROW = Set::NARROW && !SIGNED;
+    constexpr bool SIGNED = Set::SIGNED && Kind::MOST == 255, NARROW = Set::NARROW && !SIGNED;
     constexpr int RUN = NARROW ? smaller(QUADS, 32767 / (2 * 127 * Kind::MOST)) : QUADS; // that fit into 16 bits
     constexpr int SHIFT = SIGNED ? -1 : Kind::SHIFT;
     Float sum[STACK][M];
