@@ -152,7 +152,8 @@ struct AmxBytes : Vnni {
                 }
     }
     template <class Kind>
-    static INLINE void multiply_groups(Sums& sums, const ByteChunk<AmxBytes>& w, const int8_t* x, size_t in, int first) {
+    static INLINE void multiply_groups(Sums& sums, const ByteChunk<AmxBytes>& w, const int8_t* x, size_t in,
+                                       int first) {
         constexpr int SIZE = Kind::SIZE, QUADS = SIZE / 4;
         for (int g = 0; g < BATCH; g++) {
             const auto* code = w.code + (first + g) * QUADS;
