@@ -25,10 +25,9 @@ void round_to_bytes(int8_t* q,           // (in) out
                     int in) {
     for (int first = 0; first < in; first += GROUP, group++) {
         float v[GROUP];
-        int bits[GROUP], most = 0, nearest[GROUP], first_half = 0, second_half = 0;
+        int bits[GROUP], most = 0, nearest[GROUP], sum[2] = {};
         for (int i = 0; i < GROUP; i++) v[i] = (float)to_acc(x[first + i]);
         memcpy(bits, v, sizeof bits);
-        #pragma omp simd reduction(max : most)
         for (int i = 0; i < GROUP; i++) most = std::max(most, bits[i] & 0x7fffffff); // (in the order of sizes)
         const bool finite = most < 0x7f800000;
         const float largest = finite ? load_as<float>(&most) : 0, kept = largest >= 0x1p-100f ? largest : 0;
@@ -36,10 +35,9 @@ void round_to_bytes(int8_t* q,           // (in) out
         for (int i = 0; i < GROUP; i++) v[i] = (finite ? v[i] : 0) * inverse + 12582912.f; // 1.5 * 2^23: it rounds
         memcpy(nearest, v, sizeof nearest);
         for (int i = 0; i < GROUP; i++) q[first + i] = (int8_t)(nearest[i] -= 0x4b400000);
-        #pragma omp simd reduction(+ : first_half, second_half)
-        for (int i = 0; i < 16; i++) first_half += nearest[i], second_half += nearest[16 + i];
+        for (int i = 0; i < 16; i++) sum[0] += nearest[i], sum[1] += nearest[16 + i];
         group->scale = finite ? kept / 127 : std::numeric_limits<float>::quiet_NaN();
-        group->less = -(first_half + second_half), group->half[0] = -first_half, group->half[1] = -second_half;
+        group->less = -(sum[0] + sum[1]), group->half[0] = -sum[0], group->half[1] = -sum[1];
         group->offset = group->scale * (float)-group->less;
     }
 }
