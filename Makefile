@@ -84,7 +84,7 @@ HOT        = $(filter $(ROOMS:%=%/%),$(patsubst %,model/%.cpp,tokenizer lookup q
              $(patsubst %,book/%.cpp,jieba words characters) $(HOT_DATA))
 HOT_DATA   = $(patsubst %,book/datagen/%.cpp,minhash score bleu_words rouge_index)
 SEPARATE   = $(patsubst %,book/datagen/%.cpp,generate grade libcurl) cli/libedit.cpp \
-             $(patsubst %,cpu/%.cpp,plain avx2 avx512 avx512_bf16 amx arm_bf16 backward backward_products)
+             $(patsubst %,cpu/%.cpp,plain avx2 avx512 avx512_bf16 amx arm_dot arm_bf16 backward backward_products)
 SOURCES    = $(filter $(ROOMS:%=%/%) $(if $(TEXT),,cpu/%),$(SEPARATE)) $(if $(CUDA),$(wildcard $(ROOMS:%=%/*.cu) $(if $(TEXT),,gpu/*.cu gpu/*/*.cu)))
 OBJECTS    = $(B)/text.o $(patsubst %,$(B)/%/room.o,hot $(if $(TEXT),,cpu) $(if $(filter book/datagen,$(ROOMS)),hot/datagen) $(ROOMS)) \
              $(patsubst %,$(B)/%.o,$(basename $(SOURCES)))
@@ -142,7 +142,7 @@ $(B)/cpu/avx2.o $(B)/tests/double/cpu/avx2.o: private ISA = -mavx2 -mfma
 $(B)/cpu/avx512.o $(B)/tests/double/cpu/avx512.o: private ISA = $(AVX512)
 $(B)/cpu/avx512_bf16.o $(B)/tests/double/cpu/avx512_bf16.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vnni
 $(B)/cpu/amx.o $(B)/tests/double/cpu/amx.o: private ISA = $(AVX512) -mavx512bf16 -mavx512vnni -mavx512vbmi -mamx-tile -mamx-bf16 -mamx-int8
-$(B)/cpu/arm_bf16.o: private ARM_ISA = $(shell $(CXX) -march=armv8.2-a+bf16 -E -x c++ /dev/null >/dev/null 2>&1 && echo -march=armv8.2-a+bf16)
+$(B)/cpu/arm_%.o: private ARM_ISA = $(shell F=-march=armv8.2-a+$(subst dot,dotprod,$(*F:arm_%=%)); $(CXX) $$F -E -x c++ /dev/null >/dev/null 2>&1 && echo $$F)
 # A line for each file while it compiles; $(1): more flags.
 define CPP_OBJECT
 @mkdir -p $(@D); echo "$(notdir $(CXX))  $<"

@@ -115,54 +115,68 @@ const AmxTile amx_tile[5] = {amx_product<Format::PLAIN>, amx_product<Format::INT
                              amx_product<Format::FP8>, amx_product<Format::BLOCKS>};
 
 namespace {
-// 16 tokens by two tiles of 16 rows, a group's columns deep. The tokens are the signed bytes of tdpbsud, W the unsigned
-// ones, as a chunk has them. Sums go through memory to be scaled, those of BATCH groups at once: loads that follow
-// their tile's store at once wait for it.
+// 16 tokens by two tiles of 16 rows, a group's columns deep; all bytes are signed. Sums go through memory to be scaled,
+// those of BATCH groups at once, while the tiles of the next ones are multiplied.
 struct AmxBytes : Vnni {
     static constexpr int SQUARE = 16, BATCH = 2;
+    using Sums = Int[BATCH][STACK][SQUARE];
+
     template <class Kind>
-    static INLINE int multiply_squares(float* y, const ByteChunk<AmxBytes>& w, const int8_t* x,
-                                       const RoundedGroup* group, size_t in, int N) {
-        constexpr int SIZE = Kind::SIZE, QUADS = SIZE / 4;
-        alignas(64) Int sums[BATCH][STACK][SQUARE];
+    static INLINE int multiply_squares(float* y, ByteChunk<AmxBytes>& w, const int8_t* x, const RoundedGroup* group,
+                                       size_t in, int N, NextLine next, int lines) {
+        constexpr int ALL = BYTE_CHUNK / Kind::SIZE;
+        alignas(64) Sums sums[2];
         int n = 0;
-        for (; n + SQUARE <= N; n += SQUARE, y += SQUARE * TILE_ROWS, x += SQUARE * in, group += SQUARE * in / GROUP)
-            for (int first = 0; first < BYTE_CHUNK / SIZE; first += BATCH) {
-                for (int g = 0; g < BATCH; g++) {
-                    const auto* code = w.code + (first + g) * QUADS;
-                    _tile_zero(0);
-                    _tile_zero(1);
-                    _tile_loadd(6, x + (first + g) * SIZE, in);
-                    _tile_loadd(4, &code[0][0], sizeof code[0]);
-                    _tile_loadd(5, &code[0][1], sizeof code[0]);
-                    _tile_dpbsud(0, 6, 4);
-                    _tile_dpbsud(1, 6, 5);
-                    _tile_stored(0, sums[g][0], 64);
-                    _tile_stored(1, sums[g][1], 64);
-                }
+        if (N >= SQUARE && Kind::MOST != 255) move_codes<Kind>(w, -1); // (bytes are signed already)
+        for (; n + SQUARE <= N; n += SQUARE, y += SQUARE * TILE_ROWS, x += SQUARE * in, group += SQUARE * in / GROUP) {
+            multiply_groups<Kind>(sums[0], w, x, in, 0);
+            for (int first = 0; first < ALL; first += BATCH) {
+                const Sums& now = sums[first / BATCH % 2];
+                if (first + BATCH < ALL) multiply_groups<Kind>(sums[(first / BATCH + 1) % 2], w, x, in, first + BATCH);
                 asm volatile("" : "+m"(sums));
-                for (int m = 0; m < SQUARE; m++)
-                    add_groups<Kind>(y + m * TILE_ROWS, w, sums, m, group + m * in / GROUP, first);
+                for (int m = 0; m < SQUARE; m++, lines -= BATCH) {
+                    if (lines > 0) next.fetch(BATCH);
+                    add_groups<Kind>(y + m * TILE_ROWS, w, now, m, group + m * in / GROUP, first);
+                }
             }
+        }
+        if (n > 0 && n < N) move_codes<Kind>(w, 1);
         return n;
     }
+    template <class Kind> static INLINE void move_codes(ByteChunk<AmxBytes>& w, int sign) { // to signed, or back
+        if constexpr (Kind::SHIFT >= 0)
+            for (auto& of : w.code)
+                UNROLL for (Int& code : of) {
+                    const __m512i by = _mm512_set1_epi8((char)(sign * (1 << Kind::SHIFT)));
+                    code = (Int)_mm512_add_epi8((__m512i)code, by);
+                }
+    }
     template <class Kind>
-    static INLINE void add_groups(float* y, const ByteChunk<AmxBytes>& w, const Int (&sums)[BATCH][STACK][SQUARE],
-                                  int m, const RoundedGroup* group, int first) {
-        UNROLL for (int s = 0; s < STACK; s++) {
-            Float sum;
-            memcpy(&sum, y + s * ROWS, sizeof sum);
-            UNROLL for (int g = 0; g < BATCH; g++) {
-                const RoundedGroup& of = group[(first + g) * Kind::SIZE / GROUP];
-                Int less = {}, scale, offset;
-                fill(scale, &of.scale), fill(offset, &of.offset);
-                if constexpr (Kind::SHIFT >= 0) fill(less, Kind::SIZE == GROUP ? &of.less : &of.half[g % 2]);
-                const Int total = sums[g][s][m] + (less << larger(0, Kind::SHIFT));
-                fma(sum, __builtin_convertvector(total, Float), w.d[first + g][s] * (Float)scale);
-                if constexpr (Kind::OFFSET) fma(sum, w.m[first + g][s], (Float)offset);
-            }
-            memcpy(y + s * ROWS, &sum, sizeof sum);
+    static INLINE void multiply_groups(Sums& sums, const ByteChunk<AmxBytes>& w, const int8_t* x, size_t in,
+                                       int first) {
+        constexpr int SIZE = Kind::SIZE, QUADS = SIZE / 4;
+        for (int g = 0; g < BATCH; g++) {
+            const auto* code = w.code + (first + g) * QUADS;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_loadd(6, x + (first + g) * SIZE, in);
+            _tile_loadd(4, &code[0][0], sizeof code[0]);
+            _tile_loadd(5, &code[0][1], sizeof code[0]);
+            _tile_dpbssd(0, 6, 4);
+            _tile_dpbssd(1, 6, 5);
+            _tile_stored(0, sums[g][0], 64);
+            _tile_stored(1, sums[g][1], 64);
         }
+    }
+    template <class Kind>
+    static INLINE void add_groups(float* y, const ByteChunk<AmxBytes>& w, const Sums& sums, int m,
+                                  const RoundedGroup* group, int first) {
+        Float sum[STACK];
+        UNROLL for (int s = 0; s < STACK; s++) memcpy(&sum[s], y + s * ROWS, sizeof(Float));
+        UNROLL for (int g = 0; g < BATCH; g++)
+            UNROLL for (int s = 0; s < STACK; s++)
+                add_group<Kind>(sum[s], sums[g][s][m], w, first + g, s, group[(first + g) * Kind::SIZE / GROUP]);
+        UNROLL for (int s = 0; s < STACK; s++) memcpy(y + s * ROWS, &sum[s], sizeof(Float));
     }
 };
 } // namespace

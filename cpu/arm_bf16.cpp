@@ -1,6 +1,6 @@
 // cpu/arm_bf16.cpp: product tiles for 64-bit Arm with BF16.
 #include "cpu/instruction_set.h"
-#if defined(HAVE_ARM_BF16) && !defined(QWEN3_DOUBLE)
+#if defined(HAVE_ARM) && !defined(QWEN3_DOUBLE)
 #ifndef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #error "compiled with -march=armv8.2-a+bf16: see the Makefile"
 #endif

@@ -89,7 +89,7 @@ struct Avx2Bytes {
     typedef int Int __attribute__((vector_size(32)));
     typedef float Float __attribute__((vector_size(32)));
     static constexpr int ROWS = 8, TOKENS = 4, SQUARE = 0;
-    static constexpr bool NARROW = true;
+    static constexpr bool NARROW = true, SIGNED = true, SUMS = false;
     static INLINE void panel(Int (&v)[4], const uint8_t* p, size_t apart) {
         __m256i t[4], a[2], b[2];
         UNROLL for (int i = 0; i < 4; i++) {
@@ -105,6 +105,11 @@ struct Avx2Bytes {
     static INLINE void gather(Int& v, const uint8_t* p, size_t apart) {
         const __m256i at = _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32((int)apart));
         v = (Int)_mm256_i32gather_epi32((const int*)p, at, 1);
+    }
+    static INLINE void half(Float& v, const Int& u) { // without subnormal floats
+        const Int size = u & 0x7fff, normal = (size << 13) + (112 << 23), is_small = size < 0x400;
+        v = __builtin_convertvector(size, Float) * 0x1p-24f;
+        v = (Float)(((Int)v & is_small) | (normal & ~is_small) | (u & 0x8000) << 16);
     }
     static INLINE void fill(Int& v, const void* p) { v = (Int)_mm256_set1_epi32(load_as<int>(p)); }
     static INLINE void multiply_add(Int& sum, const Int& w, const Int& x) {

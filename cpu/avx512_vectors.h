@@ -154,7 +154,7 @@ struct Vnni {
     typedef int Int __attribute__((vector_size(64)));
     typedef float Float __attribute__((vector_size(64)));
     static constexpr int ROWS = 16, TOKENS = 4, SQUARE = 0;
-    static constexpr bool NARROW = false;
+    static constexpr bool NARROW = false, SIGNED = false, SUMS = true;
     static INLINE void panel(Int (&v)[4], const uint8_t* p, size_t apart) {
         __m512i t[4], a[2], b[2];
         UNROLL for (int i = 0; i < 4; i++, p += apart) {
@@ -177,12 +177,45 @@ struct Vnni {
         const __m512i at = _mm512_mullo_epi32(count, _mm512_set1_epi32((int)apart));
         v = (Int)_mm512_mask_i32gather_epi32(__m512i{}, 0xffff, at, p, 1);
     }
+    static INLINE void half(Float& v, const Int& u) {
+        v = (Float)_mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)u));
+    }
     static INLINE void fill(Int& v, const void* p) { v = (Int)_mm512_set1_epi32(load_as<int>(p)); }
     static INLINE void multiply_add(Int& sum, const Int& w, const Int& x) {
         sum = (Int)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
     }
     static INLINE void fma(Float& sum, const Float& a, const Float& b) {
         sum = (Float)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+    }
+    // COUNT times 64 columns of a row. Half a vector is a group: lanes of different vectors change places until four
+    // neighbours are of four vectors, whose lanes are added meanwhile.
+    template <int COUNT> static INLINE void int8_groups(int* sum, const int8_t* w, const int8_t* x) {
+        const __m512i order = _mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
+        __m512i t[8] = {};
+        UNROLL for (int i = 0; i < COUNT; i++) {
+            __builtin_prefetch(w + 64 * i + 4096, 0, 2);
+            const __m512i bytes = _mm512_maskz_loadu_epi32(0xffff, w + 64 * i);
+            t[i] = _mm512_dpbusd_epi32(__m512i{}, _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80)),
+                                       _mm512_maskz_loadu_epi32(0xffff, x + 64 * i));
+        }
+        UNROLL for (int i = 0; i < 8; i += 2)
+            t[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi32(0xffff, t[i], t[i + 1]),
+                                    _mm512_maskz_unpackhi_epi32(0xffff, t[i], t[i + 1]));
+        UNROLL for (int i = 0; i < 8; i += 4)
+            t[i] = _mm512_add_epi32(_mm512_maskz_unpacklo_epi64(0xff, t[i], t[i + 2]),
+                                    _mm512_maskz_unpackhi_epi64(0xff, t[i], t[i + 2]));
+        const __m512i all = _mm512_add_epi32(_mm512_maskz_shuffle_i32x4(0xffff, t[0], t[4], 0x88),
+                                             _mm512_maskz_shuffle_i32x4(0xffff, t[0], t[4], 0xdd));
+        const Int groups = (Int)_mm512_maskz_permutexvar_epi32(0xffff, order, all);
+        memcpy(sum, &groups, COUNT * 2 * sizeof(int));
+    }
+    static INLINE void int8_sums(int* sum, const int8_t* w, size_t apart, int rows, const int8_t* x, int columns) {
+        for (int r = 0; r < rows; r++, w += apart)
+            for (int k = 0; k < columns; k += 512) {
+                const bool whole = columns - k >= 512;
+                whole ? int8_groups<8>(sum, w + k, x + k) : int8_groups<4>(sum, w + k, x + k);
+                sum += whole ? 16 : 8;
+            }
     }
 };
 #endif

@@ -10,3 +10,6 @@ using ByteTile = int (*)(float* y, const StoredRows& W, int b, size_t row_bytes,
 #ifdef HAVE_SIMD
 extern const ByteTile avx2_bytes, vnni_bytes, amx_bytes;
 #endif
+#ifdef HAVE_ARM
+extern const ByteTile arm_bytes;
+#endif

@@ -52,7 +52,7 @@ template <class T> double cpu_multiply_ceiling(double time) {
     if (narrow && instruction_set >= ISA_AVX512_BF16) multiply = avx512_bf16_multiply;
     if (narrow && instruction_set >= ISA_AMX) multiply = amx_multiply;
 #endif
-#ifdef HAVE_ARM_BF16
+#ifdef HAVE_ARM
     if (narrow && instruction_set >= ISA_ARM_BF16) multiply = arm_bf16_multiply;
 #endif
     double rate = 0;

@@ -83,7 +83,7 @@ template <class T> void swiglu_cpu(Context&, T* out, const T* gate_up, int N, in
             load_some(u, up + i, n);
             one_plus_exp_minus(e, g);
             u *= g / e;
-            for (int l = 0; l < n; l++) row[i + l] = to_stored<T>(u[l]);
+            store_some(row + i, u, n);
         }
     }
 }

@@ -5,14 +5,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#ifdef HAVE_ARM_BF16
+#ifdef HAVE_ARM
 #include <sys/auxv.h>
 #endif
 
 #ifndef QWEN3_DOUBLE
 const char* instruction_set_name(int set) {
 #ifdef __aarch64__
-    static const char* const names[] = {"plain", "bf16"};
+    static const char* const names[] = {"plain", "dot", "bf16"};
 #else
     static const char* const names[] = {"plain", "avx2", "avx512", "avx512bf16", "amx"};
 #endif
@@ -30,8 +30,9 @@ InstructionSet best_instruction_set() {
     const bool amx = (d >> 22 & 13) == 13 && (c >> 1 & 1); // AMX-BF16, AMX-TILE, AMX-INT8; AVX512_VBMI
     // Linux grants a process the tile registers on request: arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
     return amx && syscall(SYS_arch_prctl, 0x1023, 18) == 0 ? ISA_AMX : ISA_AVX512_BF16;
-#elif defined(HAVE_ARM_BF16)
-    return getauxval(AT_HWCAP2) >> 14 & 1 ? ISA_ARM_BF16 : ISA_PLAIN; // HWCAP2_BF16, which old headers lack
+#elif defined(HAVE_ARM)
+    if (!(getauxval(AT_HWCAP) >> 20 & 1)) return ISA_PLAIN; // HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP2) >> 14 & 1 ? ISA_ARM_BF16 : ISA_ARM_DOT; // HWCAP2_BF16, which old headers lack
 #else
     return ISA_PLAIN;
 #endif

@@ -4,7 +4,7 @@
 // Only product tiles and attention have code for each of them; all else is compiled for the build's own target.
 // From ISA_BF16 on products take bf16.
 #ifdef __aarch64__
-enum InstructionSet { ISA_PLAIN, ISA_ARM_BF16, ISA_BF16 = ISA_ARM_BF16, ISA_LAST = ISA_ARM_BF16 };
+enum InstructionSet { ISA_PLAIN, ISA_ARM_DOT, ISA_ARM_BF16, ISA_BF16 = ISA_ARM_BF16, ISA_LAST = ISA_ARM_BF16 };
 #else
 enum InstructionSet { ISA_PLAIN, ISA_AVX2, ISA_AVX512, ISA_AVX512_BF16, ISA_AMX,
                       ISA_BF16 = ISA_AVX512_BF16, ISA_LAST = ISA_AMX };
@@ -20,5 +20,5 @@ extern InstructionSet instruction_set; // the process's: the best one; a test or
 #define HAVE_SIMD
 #endif
 #if defined(__aarch64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 10)
-#define HAVE_ARM_BF16
+#define HAVE_ARM
 #endif

@@ -89,6 +89,16 @@ template <class V, class T> INLINE void load_some(V& v, const T* p, int n) {
     load_lanes(v, whole);
 }
 
+// to_stored of n <= 16 numbers.
+INLINE void store_some(bf16* p, const float16v& v, int n) {
+    const uint16v u = (uint16v)v, nearest = (u + 0x7fff + (u >> 16 & 1)) >> 16, nan = u >> 16 | 0x40;
+    const uint16v is_nan = (uint16v)((u & 0x7fffffff) > 0x7f800000);
+    const ushort16v stored = __builtin_convertvector((nan & is_nan) | (nearest & ~is_nan), ushort16v);
+    if (n == LANES) memcpy((void*)p, &stored, sizeof stored);
+    else memcpy((void*)p, &stored, (size_t)n * sizeof(bf16));
+}
+template <class A, class V> INLINE void store_some(A* p, const V& v, int n) { memcpy(p, &v, (size_t)n * sizeof(A)); }
+
 // The sum of 16 lanes, always in this order: halves onto each other.
 template <class V> INLINE auto sum_lanes(const V& v) {
     std::decay_t<decltype(v[0])> s[LANES];
@@ -170,7 +180,8 @@ INLINE void exp_lanes(double16v& x) {
 
 // 1 + e^-g of gates g. Past 80 the exponent changes nothing, and e^88 is the largest that exp_lanes makes.
 template <class V> INLINE void one_plus_exp_minus(V& e, const V& g) {
-    for (int l = 0; l < LANES; l++) e[l] = std::min(-g[l], (std::decay_t<decltype(g[0])>)80);
+    const auto past = 80 < -g;
+    e = (V)(((decltype(past))-g & ~past) | ((decltype(past))(V{} + 80) & past));
     exp_lanes(e);
     e = 1 + e;
 }

@@ -47,6 +47,9 @@ ProductInput<T>::ProductInput(const Context& ctx, const Linear<T>& W, const T* x
         if (instruction_set >= ISA_AVX2)
             byte_loops = instruction_set == ISA_AMX ? amx_bytes : instruction_set >= ISA_BF16 ? vnni_bytes : avx2_bytes;
 #endif
+#ifdef HAVE_ARM
+        if (instruction_set >= ISA_ARM_DOT) byte_loops = arm_bytes;
+#endif
         return;
     }
     if (!takes_bf16<T>()) {
@@ -60,7 +63,7 @@ ProductInput<T>::ProductInput(const Context& ctx, const Linear<T>& W, const T* x
         if (in % 32 == 0 && instruction_set >= ISA_AMX) amx = amx_tile[(int)W.format], packed = amx_pack(x, N, in);
     }
 #endif
-#ifdef HAVE_ARM_BF16
+#ifdef HAVE_ARM
     if constexpr (std::is_same_v<T, bf16>) if (takes_bf16<T>())
         vectors = arm_bf16_tile[(int)W.format], token_bytes = in * sizeof(T), operand = (const uint8_t*)x;
 #endif

@@ -16,7 +16,7 @@ static void product_tiles(const Context& ctx, const Linear<T>& W, const T* x, in
     const int task_rows = input.task_rows;
     int first_task[4] = {};
     for (int b = 0; b < 3; b++) first_task[b + 1] = first_task[b] + (W.rows[b] + task_rows - 1) / task_rows;
-    #pragma omp parallel for schedule(static) if ((size_t)W.out() * W.in * N > 50000)
+    #pragma omp parallel for schedule(guided, 2) if ((size_t)W.out() * W.in * N > 50000)
     for (int task = 0; task < first_task[3]; task++) {
         int b = 0;
         while (task >= first_task[b + 1]) b++;

@@ -89,6 +89,6 @@ template <> const Loops<float>& avx512_loops();
 
 extern const ProductTile<bf16> avx512_bf16_tile[5]; // by Format; x is bf16, and so is every weight
 #endif
-#ifdef HAVE_ARM_BF16
+#ifdef HAVE_ARM
 extern const ProductTile<bf16> arm_bf16_tile[5];
 #endif

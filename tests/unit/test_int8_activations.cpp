@@ -54,6 +54,7 @@ template <class T> static void each_matrix(std::function<void(const Linear<T>&)>
             f(BlockLinear<T>(random, {type}, {101}, in));
     }
     f(BlockLinear<T>(random, {Dtype::Q4_K, Dtype::Q6_K, Dtype::Q8_0}, {64, 33, 32}, 512));
+    f(PackedLinear<T>(random, Format::INT8, 32, false, {33}, 4096 + 512 + 256)); // more columns than one piece
 }
 
 TEST_CASE("byte_products: integers are W's, and sums are those of W.at with the rounded activations") {
