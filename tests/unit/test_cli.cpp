@@ -582,6 +582,8 @@ TEST_CASE("--synthesize: a shape becomes a model, the same for the same seed") {
     full.file_limit = 100000;
     check_refused({"--synthesize", s / "c.json", s / "new"}, s / "new: File too large", full);
     check_refused({"--synthesize", s / "c.json"}, "--synthesize needs a value");
+    check_refused({"--synthesize", s / "c.json", "-s", "3", s / "new"}, "--synthesize SIZE OUT.bin: both values come before -s");
+    check_refused({"--synthesize", "--threads=1", s / "c.json", s / "new"}, "both values come before --threads=1");
     CHECK(s.count() == files); // not a byte is left
 }
 
