@@ -2835,6 +2835,9 @@ void mlp_gpu(Context& ctx, float* out, bf16* hidden, bf16* gate_up, bf16* normed
 }
 #endif
 #if COMPILED(PART_HEAD)
+void scores_gpu(Context& ctx, float* scores, const bf16* x, const Linear<bf16>& W, int N) {
+    product_gpu(ctx, StoreEpilogue<float>(scores, W.out()), x, W, N);
+}
 void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R) {
     pick_rows_gpu(ctx, picked, x, rows, R, W.in);
     const StoreEpilogue<float> epilogue(logits, W.out());

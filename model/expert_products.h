@@ -22,6 +22,7 @@ struct ExpertsArgs {
     int E, k;
     bool by_token;           // row i of a block is x[pair[i] / k]; else x[first + i]
     size_t apart[3] = {};    // bytes from an expert's weights (scales, zero points) to the next one's
+    bf16* room = nullptr;    // by_token: scratch for x in the order of `pair`
     // An adapter's h and s B as further columns of x and W (dh and A with W_COLS), see TileArgs. x has the order of
     // `pair`, W is the first expert's, `apart` in bytes; ld: from one row of A to the next.
     struct { const bf16 *x, *W; int n, ld; size_t apart; } more = {};
@@ -323,6 +324,7 @@ void expert_mlp_by(Context& ctx, float* out, bf16* gate_up, bf16* hidden, float*
                    Product product) {
     const int C = experts[0].gate_up.in, M = experts[0].down.in;
     ExpertsArgs of = experts_args(experts, to, k);
+    of.room = (bf16*)y;
     expert_lora_down(ctx, of, experts, &Expert<bf16>::gate_up, {x, true}, N);
     product(&Expert<bf16>::gate_up, x, 0, M, of, ExpertSwiglu(hidden, gate_up, M));
     of.by_token = false;

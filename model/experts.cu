@@ -7,11 +7,8 @@ void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linea
     const int E = W.out();
     if (k > 32) DIE("route: %d experts a token; the GPU's kernel takes 32", k);
     if (W.format != Format::PLAIN) DIE("route: the router's weights are packed; the GPU's kernels take bfloat16");
-    const StoreEpilogue<float> scores(out.p, E);
-    if (b.N <= STREAM_TOKENS && !ctx.invariant)
-        stream_product(ctx, StreamArgs::of(x, W.w[0], b.N, W.in, E), scores);
-    else launch_tiles<Tile64x64>(ctx, {x, W.w[0], b.N, W.in, E}, scores);
-    launch(ctx, choose_kernel<Routed<bf16>>, dim3(b.N), 128, (size_t)E * 8, out, b.seq, E, k, normed);
+    scores_gpu(ctx, out.p, x, W, b.N);
+    launch(ctx, choose_kernel<Routed<bf16>>, dim3(b.N), 128, ((size_t)E + 3) / 4 * 32, out, b.seq, E, k, normed);
     if (b.N > 1) launch(ctx, group_kernel<Routed<bf16>>, E, b.N * k > 2048 ? 1024 : 256, 0, out, b.N * k, E);
 }
 

@@ -12,13 +12,14 @@
 #endif
 
 // ---- route: after the product p = scores. A block of 128 threads a token. An expert is chosen if fewer than k have a
-// larger p; the first warp lists the chosen, and groups the pairs of a token that is alone. Shared memory: E floats and
-// E flags. Bound by latency: E^2 / 128 compares.
+// larger p; the first warp lists the chosen, and groups the pairs of a token that is alone. Shared memory: E floats,
+// filled up to a multiple of 4, and E flags. Bound by latency: E^2 / 128 compares.
 template <class R>
 __global__ void __launch_bounds__(128) choose_kernel(R to, const int* seq, int E, int k, bool normed) {
     SHARED_FLOATS(shared);
     float* const p = shared;
-    int* const chosen = (int*)(shared + E);
+    const int filled = (E + 3) / 4 * 4;
+    int* const chosen = (int*)(shared + filled);
     __shared__ float top_of_all;
     let_next_start();
     wait_for_previous();
@@ -34,11 +35,19 @@ __global__ void __launch_bounds__(128) choose_kernel(R to, const int* seq, int E
     float sum = 0;
     for (int e = threadIdx.x; e < E; e += blockDim.x) sum += p[e] = exp2_fast((row[e] - top_of_all) * LOG2E);
     sum = block_sum(sum); // (its barriers order p, too)
-    for (int e = threadIdx.x; e < E; e += blockDim.x) row[e] = p[e] = p[e] / sum;
+    for (int e = threadIdx.x; e < filled; e += blockDim.x)
+        if (e < E) row[e] = p[e] = p[e] / sum;
+        else p[e] = -1;
     __syncthreads();
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
+        const float own = p[e];
+        const auto before = [&](float other, int f) { return other > own || (other == own && f < e); };
         int ahead = 0;
-        for (int f = 0; f < E; f++) ahead += p[f] > p[e] || (p[f] == p[e] && f < e);
+        UNROLL_8
+        for (int f = 0; f < filled; f += 4) {
+            const float4 v = *(const float4*)(p + f);
+            ahead += before(v.x, f) + before(v.y, f + 1) + before(v.z, f + 2) + before(v.w, f + 3);
+        }
         chosen[e] = ahead < k;
     }
     __syncthreads();
@@ -126,6 +135,36 @@ template <int EACH> __device__ inline ExpertRows expert_rows(const int* first, i
     }
     __syncthreads();
     return found;
+}
+
+// ... the same, place after place, for one thread: numbers must ascend.
+template <int EACH> struct ExpertPlaces {
+    const int* first;
+    int E, e = 0, before = 0; // places of experts before e
+    __device__ __forceinline__ ExpertRows at(int place) {
+        for (; e < E; e++) {
+            const int begin = first[e], n = first[e + 1] - begin, places = (n + EACH - 1) / EACH;
+            const int mine = place - before;
+            if (mine < places) return {e, begin + mine * EACH, min(EACH, n - mine * EACH)};
+            before += places;
+        }
+        return {0, 0, 0};
+    }
+};
+
+// ---- out[i] = x[pair[i] / k], rows of C, a multiple of 8, for the *count pairs that have an expert. A warp a row.
+// Bound by memory bandwidth: 2 C bytes written a pair.
+template <class B>
+__global__ void __launch_bounds__(256) gather_pairs_kernel(B* out, const B* x, const int* count, const int* pair, int k,
+                                                           int C) {
+    let_next_start();
+    wait_for_previous();
+    const int i = blockIdx.x * 8 + threadIdx.x / 32;
+    if (i >= *count) return;
+    const uint4* from = (const uint4*)(x + (size_t)(pair[i] / k) * C);
+    uint4* to = (uint4*)(out + (size_t)i * C);
+    UNROLL_8
+    for (int c = threadIdx.x % 32; c < C / 8; c += 32) to[c] = from[c];
 }
 
 // ---- out[n] = residual[n] + sum_j share_j y[n k + j], in columns from `first` on, of which y holds ld. Grid: (tokens,

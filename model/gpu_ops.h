@@ -112,11 +112,12 @@ void route_gpu(Context& ctx, const Routed<bf16>& out, const bf16* x, const Linea
 // gate_up: for the backward pass, or null.
 void expert_mlp_gpu(Context& ctx, float* out, bf16* gate_up, bf16* hidden, bf16* rows, const float* residual,
                     const bf16* x, const std::vector<Expert<bf16>>& experts, const Routed<bf16>& to, int N, int k);
-// Floats of expert_mlp_gpu's scratch, `rows`: the outputs of all pairs, or of at least 128 of their columns.
+// Floats of expert_mlp_gpu's scratch, `rows`: all pairs' x in bf16; then their outputs, or at least half of the columns.
 inline size_t expert_scratch(int N, int C, int k) {
     const size_t pairs = (size_t)N * k, enough = 16 << 20;
-    return std::max(std::min(pairs * C, enough), pairs * std::min(C, 128));
+    return std::max(std::min(pairs * C, enough), pairs * std::max((C + 1) / 2, std::min(C, 128)));
 }
+void scores_gpu(Context& ctx, float* scores, const bf16* x, const Linear<bf16>& W, int N); // x W^T; route's
 void head_gpu(Context& ctx, float* logits, bf16* picked, const bf16* x, const int* rows, const Linear<bf16>& W, int R);
 void pick_rows_gpu(Context& ctx, bf16* picked, const bf16* x, const int* rows, int R, int C); // head's first half
 

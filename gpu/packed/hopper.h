@@ -28,8 +28,9 @@ template <class F, int TOKENS> struct PackedTile {
     // others.
     static constexpr int WARPGROUPS = TOKENS == 64 ? 4 : TOKENS == 128 ? 3 : 2, THREADS = (WARPGROUPS + 1) * 128;
     static constexpr int REGISTERS = TOKENS == 64 ? 112 : TOKENS == 128 ? 152 : 240, PRODUCERS = TOKENS > 128 ? 24 : 32;
-    static constexpr int IN = TOKENS > 128 ? PACKED_IN / 2 : PACKED_IN; // columns of a stage
-    static constexpr int SLOTS = F::SLOTS < IN / 32 ? F::SLOTS : IN / 32;
+    static constexpr int TURNS = TOKENS > 128 ? 1 : WARPGROUPS;        // warpgroups that may have the same rows
+    static constexpr int IN = TOKENS > 128 ? PACKED_IN / 2 : PACKED_IN; // columns of a stage; a step has PACKED_IN
+    static constexpr int GROUP = TOKENS > 128 ? 4 : 2;                  // wgmma that are issued at once
     static constexpr int X_BYTES = TOKENS * IN * 2, ROW_BYTES = IN / F::RUNS; // of a stage
     BOTH static int stage_bytes(int rows) { return X_BYTES + rows * ROW_BYTES; }
 };
@@ -56,17 +57,16 @@ template <int TOKENS> struct PackedPlace {
     }
 };
 
-// The scales and zero points of a lane's two rows in a stage, loaded a stage ahead: one, or one for each quarter of its
+// The scales and zero points of a lane's two rows in a step, loaded a step ahead: one, or one for each quarter of its
 // columns, one in each lane of a quad.
-template <class F, int TOKENS> struct PackedScales {
-    using Tile = PackedTile<F, TOKENS>;
+template <class F> struct PackedScales {
     int at[2];
     typename F::Raw next[2];
     uint32_t next_zero[2], less[2], words[2][F::WORDS];
     __device__ __forceinline__ PackedScales(const PackedArgs& p, int row, int other)
         : at{(int)p.template scale_at<F>(row, 0), (int)p.template scale_at<F>(other, 0)} {}
     __device__ __forceinline__ void load(const PackedArgs& p, int step) {
-        const int column = step * Tile::IN + (int)threadIdx.x % Tile::SLOTS * 32;
+        const int column = step * PACKED_IN + (int)threadIdx.x % F::SLOTS * 32;
         const int g = min(column >> p.shift, p.groups - 1);
         GPU_UNROLL
         for (int h = 0; h < 2; h++) {
@@ -81,37 +81,49 @@ template <class F, int TOKENS> struct PackedScales {
             if (F::ZEROS) less[h] = 0xc300c300 | next_zero[h] * 0x00010001;
         }
     }
-    __device__ __forceinline__ uint32_t of(uint32_t mine, int quarter) const { // all lanes of a warp
-        return Tile::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+    // Those of 32 columns.
+    struct Quarter {
+        uint32_t words[2][F::WORDS], less[2];
+    };
+    __device__ __forceinline__ void get(Quarter& q, int quarter) const { // all lanes of a warp
+        const auto of = [&](uint32_t mine) {
+            return F::SLOTS == 1 ? mine : __shfl_sync(~0u, mine, (threadIdx.x & 28) | quarter);
+        };
+        GPU_UNROLL
+        for (int h = 0; h < 2; h++) {
+            q.less[h] = F::ZEROS ? of(less[h]) : 0;
+            GPU_UNROLL
+            for (int i = 0; i < F::WORDS; i++) q.words[h][i] = of(words[h][i]);
+        }
     }
 };
 
-// A quarter of a stage as operand a, for two wgmma of 16 columns each: W.at, rounded. w: address of chunk 0 (of 16
-// bytes) of a lane's row g, swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two, twice
-// each. INT4: an odd quarter is in the upper halves of the bytes selected for the quarter before it.
-template <class F, int TOKENS>
-__device__ __forceinline__ void convert_quarter(uint32_t (&a)[2][4], uint32_t (&picked)[2][2][2], uint32_t w,
-                                                uint32_t apart, uint32_t pick, int quarter,
-                                                const PackedScales<F, TOKENS>& scales) {
-    const int upper = F::RUNS == 2 ? quarter % 2 : 0;
-    GPU_UNROLL
-    for (int h = 0; h < 2; h++) {
-        const uint32_t less = F::ZEROS ? scales.of(scales.less[h], quarter) : 0;
-        uint32_t words[F::WORDS];
+// The bytes of 64 columns that a lane converts, each twice. w: place of chunk 0 (of 16 bytes) of its row g in a stage,
+// swizzled; its other row is `apart` bytes further. Of eight bytes a lane selects two. INT4: these have numbers of the
+// first 32 columns in their lower halves, and of the others in their upper halves.
+template <class F> struct PackedPanel {
+    static constexpr int CHUNKS = 4 / F::RUNS;
+    uint32_t picked[CHUNKS][2][2];
+    __device__ __forceinline__ void load(uint32_t stage, uint32_t w, uint32_t apart, uint32_t pick, int panel) {
         GPU_UNROLL
-        for (int i = 0; i < F::WORDS; i++) words[i] = scales.of(scales.words[h][i], quarter);
-        GPU_UNROLL
-        for (int k = 0; k < 2; k++) {
-            if (!upper) {
-                const uint4 v = load_shared(w + h * apart ^ (quarter / F::RUNS * 2 + k) * 16);
-                picked[h][k][0] = __byte_perm(v.x, v.y, pick), picked[h][k][1] = __byte_perm(v.z, v.w, pick);
+        for (int c = 0; c < CHUNKS; c++)
+            GPU_UNROLL
+            for (int h = 0; h < 2; h++) {
+                const uint4 v = load_shared(stage + h * apart + (w ^ (panel * CHUNKS + c) * 16));
+                picked[c][h][0] = __byte_perm(v.x, v.y, pick), picked[c][h][1] = __byte_perm(v.z, v.w, pick);
             }
+    }
+    // Columns 16 k .. 16 k + 15 as operand a: W.at, rounded.
+    __device__ __forceinline__ void convert(uint32_t (&a)[4], int k,
+                                            const typename PackedScales<F>::Quarter& scales) const {
+        GPU_UNROLL
+        for (int h = 0; h < 2; h++)
             GPU_UNROLL
             for (int i = 0; i < 2; i++)
-                a[k][2 * i + h] = F::scaled(F::pair(picked[h][k][i], upper, less), words);
-        }
+                a[2 * i + h] =
+                    F::scaled(F::pair(picked[k % CHUNKS][h][i], k / CHUNKS, scales.less[h]), scales.words[h]);
     }
-}
+};
 
 // Four adjacent rows of one token, from two fragments (16 tokens) and row h of each lane. Four lanes, 4 apart, have
 // these rows of four tokens each, and transpose them: lane 16 a + 4 i + t gets rows 4 a .. 4 a + 3 of token 2 t + i % 2
@@ -282,7 +294,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
     const auto stage = [&](int s) { return shared + s * bytes; };
     const auto full = [&](int s) { return at_barriers + 8 * s; };
     const auto empty = [&](int s) { return at_barriers + 8 * (PACKED_STAGES + s); };
-    const int steps = (p.in + Tile::IN - 1) / Tile::IN;
+    constexpr int STAGES = PACKED_IN / Tile::IN; // of a step
+    const int steps = (p.in + PACKED_IN - 1) / PACKED_IN;
     const auto step_at = [&](int split) { return (int)((int64_t)steps * split / tiles.splits); };
     if (threadIdx.x == consumers) prefetch_map(tiles.W), prefetch_map(tiles.x);
     if (threadIdx.x == 0) {
@@ -297,8 +310,8 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         if (threadIdx.x > consumers) return;
         for (int u = blockIdx.x; u < tiles.units; u += gridDim.x) {
             const PackedPlace<TOKENS> place(tiles, u);
-            const int r0 = place.r0, n0 = place.n0, split = place.split, last = step_at(split + 1);
-            const auto copy_w = [&](int step, int s) {
+            const int r0 = place.r0, n0 = place.n0, split = place.split, last = step_at(split + 1) * STAGES;
+            const auto copy_w = [&](int step, int s) { // here a step is a stage's
                 const uint32_t to = stage(s) + Tile::X_BYTES;
                 barrier_arrive_expecting(full(s), bytes);
                 copy_box(to, tiles.W, full(s), step * Tile::ROW_BYTES, PAIR ? r0 / 2 : r0);
@@ -309,7 +322,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
                 for (int c = 0; c < Tile::IN / 64; c++)
                     copy_box(stage(s) + c * PANEL, tiles.x, full(s), step * Tile::IN + c * 64, n0);
             };
-            int step = step_at(split);
+            int step = step_at(split) * STAGES;
             if (u == blockIdx.x) { // the ring is empty, and weights may be read early, as in stream_kernel
                 const int first = step, ready = min(last - first, tiles.stages);
                 for (int s = 0; s < ready; s++) copy_w(first + s, s);
@@ -336,13 +349,14 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         return;
     }
     take_registers<Tile::REGISTERS>();
-    const int warp = threadIdx.x / 32, turn = threadIdx.x / (2 * rows);
+    const int warp = threadIdx.x / 32, turns = Tile::TURNS > 1 ? tiles.turns : 1;
+    const int turn = Tile::TURNS > 1 ? threadIdx.x / (2 * rows) : 0;
     const int in_tile = PAIR ? warp * 8 % (rows / 2) : warp * 16 % rows; // rows h = 0
     const int g = threadIdx.x % 32 / 4, apart = PAIR ? p.out : 8;        // .. and from there to h = 1: of W,
     const uint32_t apart_bytes = (PAIR ? rows / 2 : 8) * Tile::ROW_BYTES; // and in a stage
-    uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4), ring_at = shared;
+    uint32_t pick = 0x1100 + 0x2222 * (threadIdx.x % 4);
     uint32_t w_at = Tile::X_BYTES + (in_tile + g) * Tile::ROW_BYTES + g * Tile::ROW_BYTES / 128 * 16;
-    asm volatile("" : "+r"(pick), "+r"(ring_at), "+r"(w_at)); // not recomputed in each step
+    asm volatile("" : "+r"(pick), "+r"(w_at)); // not recomputed in each step
     ring.next(tiles.stages, turn);
     const auto done_with = [&](int s) {
         if (threadIdx.x % 32 == 0) barrier_arrive(empty(s));
@@ -352,35 +366,47 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
         const int split = place.split, last = step_at(split + 1);
         const int mine = (PAIR ? place.r0 / 2 : place.r0) + in_tile;
         int step = step_at(split) + turn;
-        PackedScales<F, TOKENS> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
+        PackedScales<F> scales(p, min(mine + g, all - 1), min(mine + g + apart, all - 1));
         scales.load(p, step);
         wait_for_previous(); // whose results an epilogue may add to
         float sum[1][TOKENS / 8][4] = {};
         int before = -1;
-        for (; step < last; step += tiles.turns, ring.next(tiles.stages, tiles.turns)) {
+        PackedPanel<F> weights;
+        typename PackedScales<F>::Quarter quarter;
+        for (; step < last; step += turns) {
             scales.take();
-            scales.load(p, step + tiles.turns); // (past the end: the row's last)
-            // A barrier two phases behind looks full, and this warpgroup may be a ring ahead of another turn, whose
-            // data for this stage are still to come: first wait until they have been used.
-            barrier_wait(empty(ring.stage), ring.parity ^ 1);
-            barrier_wait(full(ring.stage), ring.parity);
-            const uint32_t at = ring_at + ring.stage * bytes;
-            const uint64_t x = wgmma_operand(at, 0);
-            const auto x_at = [&](int chunk) { return x >> 32 << 32 | (uint32_t)((uint32_t)x + chunk); };
-            uint32_t picked[2][2][2];
+            scales.load(p, step + turns); // (past the end: the row's last)
+            uint32_t a[2][Tile::GROUP][4];
             GPU_UNROLL
-            for (int quarter = 0; quarter < Tile::IN / 32; quarter++) { // while the last one's products run
-                uint32_t a[2][4];
-                convert_quarter(a, picked, at + w_at, apart_bytes, pick, quarter, scales);
+            for (int group = 0; group < PACKED_IN / 16 / Tile::GROUP; group++) {
+                const int first = group * Tile::GROUP % (Tile::IN / 16), panel = first / 4; // of the stage
+                if (first == 0) {
+                    // A barrier two phases behind looks full, and this warpgroup may be a ring ahead of another turn,
+                    // whose data for this stage are still to come: first wait until they have been used.
+                    if (Tile::TURNS > 1) barrier_wait(empty(ring.stage), ring.parity ^ 1);
+                    barrier_wait(full(ring.stage), ring.parity);
+                }
+                const uint32_t at = stage(ring.stage);
+                const uint64_t x = wgmma_operand(at, 0);
+                if (first % 4 == 0) weights.load(at, w_at, apart_bytes, pick, panel);
+                GPU_UNROLL
+                for (int i = 0; i < Tile::GROUP; i++) {
+                    const int k = group * Tile::GROUP + i;
+                    if (k % 2 == 0) scales.get(quarter, k / 2);
+                    weights.convert(a[group % 2][i], k % 4, quarter);
+                }
                 wgmma_begin();
                 GPU_UNROLL
-                for (int k = 0; k < 2; k++)
-                    wgmma<TOKENS, false>(sum[0], a[k], x_at(quarter / 2 * PANEL / 16 + quarter % 2 * 4 + k * 2), true);
+                for (int i = 0; i < Tile::GROUP; i++) {
+                    const int k = first + i;
+                    const uint32_t x_at = (uint32_t)x + k / 4 * (PANEL / 16) + k % 4 * 2;
+                    wgmma<TOKENS, false>(sum[0], a[group % 2][i], x >> 32 << 32 | x_at, true);
+                }
                 wgmma_commit();
-                wgmma_wait<1>();
-                if (quarter == 0 && before >= 0) done_with(before);
+                wgmma_wait<1>(); // while they run the next are converted, in place of the ones before
+                if (first == 0 && before >= 0) done_with(before);
+                if (first + Tile::GROUP == Tile::IN / 16) before = ring.stage, ring.next(tiles.stages, turns);
             }
-            before = ring.stage;
         }
         wgmma_wait<0>();
         wgmma_settle(sum);
@@ -395,7 +421,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
                 const bool stores = threadIdx.x % (Boxes::WARPS * 32) == 0;
                 for (int s = 0; s < tiles.lent; s++, ring.next(tiles.stages)) {
                     barrier_wait(full(ring.stage), ring.parity);
-                    const uint32_t at = ring_at + ring.stage * bytes + box % BOXES * Boxes::BYTES;
+                    const uint32_t at = stage(ring.stage) + box % BOXES * Boxes::BYTES;
                     if (box / BOXES == s)
                         GPU_UNROLL
                         for (int k = 0; k < Epilogue::OUTPUTS; k++) {
@@ -414,7 +440,7 @@ packed_hopper_kernel(const __grid_constant__ PackedTiles tiles, const __grid_con
                 }
                 continue;
             }
-        finish_packed<TOKENS>(sum[0], ring_at, tiles, u, p.N, p.out, epilogue);
+        finish_packed<TOKENS>(sum[0], shared, tiles, u, p.N, p.out, epilogue);
     }
 #endif
 }
@@ -464,7 +490,7 @@ void launch_packed_hopper(Context& ctx, const PackedArgs& p, PackedPlan plan, Ep
     const int down = (p.N + TOKENS - 1) / TOKENS, across = (all + rows - 1) / rows;
     const int bytes = Tile::stage_bytes(rows), units = down * across * plan.splits;
     const bool once = plan.splits > 1 || units <= ctx.gpu->sms; // a block has one tile, and the ring's memory for sums
-    const int turns = once ? Tile::WARPGROUPS / plan.warpgroups : 1;
+    const int turns = once ? std::max(1, Tile::TURNS / plan.warpgroups) : 1;
     const int stages = std::min(PACKED_STAGES, 225 * 1024 / bytes);
     if (stages <= turns) // each turn holds one until it has its next
         DIE("stages of %d bytes: a ring has too few for %d turns", bytes, turns);

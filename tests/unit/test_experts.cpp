@@ -42,7 +42,7 @@ TEST_CASE("experts' kernels: choice, pairs, places and sums, in both orders of t
                 std::vector<float> share((size_t)N * k, NAN);
                 const Routes to = {p.data(), expert.data(), share.data(), first.data(), pair.data()};
                 backwards = order;
-                lab::launch(choose_kernel<Routes>, dim3((unsigned)N), dim3(128), (size_t)E * 8, to, seq.data(), E, k, normed);
+                lab::launch(choose_kernel<Routes>, dim3((unsigned)N), dim3(128), ((size_t)E + 3) / 4 * 32, to, seq.data(), E, k, normed);
                 if (N > 1) lab::launch(group_kernel<Routes>, dim3((unsigned)E), dim3(N > 20 ? 1024 : 256), 0, to, N * k, E);
                 size_t wrong = 0;
                 for (int n = 0; n < N; n++) {
@@ -81,7 +81,20 @@ TEST_CASE("experts' kernels: choice, pairs, places and sums, in both orders of t
                     for (int i = rows.first; i < rows.first + rows.n; i++) seen[(size_t)i]++, wrong += expert[(size_t)pair[(size_t)i]] != rows.e;
                 }
                 for (int i = 0; i < at; i++) wrong += seen[(size_t)i] != 1;
+                ExpertPlaces<4> walk = {first.data(), E};
+                for (int i = 0; i < most; i++) {
+                    const ExpertRows rows = walk.at(i), &want = places[(size_t)i];
+                    wrong += rows.n != want.n || (rows.n && (rows.e != want.e || rows.first != want.first));
+                }
                 CHECK((wrong == 0 && places.back().n == 0));
+                // x in the order of the pairs.
+                std::vector<uint16_t> x((size_t)N * C), gathered((size_t)N * k * C, 9);
+                for (size_t i = 0; i < x.size(); i++) x[i] = (uint16_t)(10 + i);
+                lab::launch(gather_pairs_kernel<uint16_t>, dim3((unsigned)(N * k + 7) / 8), dim3(256), 0, gathered.data(), x.data(), &first[(size_t)E], pair.data(), k, C);
+                for (int i = 0; i < N * k; i++)
+                    for (int c = 0; c < C; c++)
+                        wrong += gathered[(size_t)(i * C + c)] != (i < at ? x[(size_t)(pair[(size_t)i] / k * C + c)] : 9);
+                CHECK(wrong == 0);
                 // Sums, of columns 8 to 103.
                 const std::vector<float> residual = lab::random_numbers((size_t)N * C, seed), y = lab::random_numbers((size_t)N * k * 96, seed + 7);
                 for (float& x : share) if (std::isnan(x)) x = 1;
