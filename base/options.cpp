@@ -73,6 +73,12 @@ Setter one_of(std::string& to, std::vector<std::string> names) {
 }
 
 std::vector<std::string> parse(const std::vector<Option>& table, int argc, char** argv) {
+    const auto find = [&](const std::string& name) {
+        const Option* found = nullptr;
+        for (auto& o : table)
+            if (*o.name && (name == o.name || name == o.brief)) found = &o;
+        return found;
+    };
     std::vector<std::string> words;
     bool only_words = false;
     for (int i = 1; i < argc; i++) {
@@ -88,9 +94,7 @@ std::vector<std::string> parse(const std::vector<Option>& table, int argc, char*
         const char* attached = nullptr; // --name=value
         if (const size_t eq = name.find('='); name[1] == '-' && eq != name.npos)
             attached = argv[i] + eq + 1, name.resize(eq);
-        const Option* found = nullptr;
-        for (auto& o : table)
-            if (*o.name && (name == o.name || name == o.brief)) found = &o;
+        const Option* found = find(name);
         if (!found) DIE("unknown option %s (--help lists them)", name.c_str());
         const std::string value = found->value;
         if (value.empty() && attached) DIE("%s takes no value", name.c_str());
@@ -103,9 +107,13 @@ std::vector<std::string> parse(const std::vector<Option>& table, int argc, char*
             i += same && !attached;
             found->set(name.c_str(), same ? next : "");
         } else {
-            for (size_t left = 1 + (value.find(' ') != value.npos); left > 0; left--) {
+            const bool two = value.find(' ') != value.npos;
+            for (size_t left = 1 + two; left > 0; left--) {
                 if (!attached && i + 1 == argc) DIE("%s needs a value", name.c_str());
-                found->set(name.c_str(), attached ? attached : argv[++i]);
+                const char* next = attached ? attached : argv[++i];
+                if (two && !attached && *next == '-' && find(std::string(next, strcspn(next, "="))))
+                    DIE("%s %s: both values come before %s", name.c_str(), value.c_str(), next);
+                found->set(name.c_str(), next);
                 attached = nullptr;
             }
         }

@@ -37,9 +37,9 @@ $(B)/text.o: private OPT = -O2
 endif
 TESTSAN    = $(SAN)
 TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
-# test_export is about Python, test_tiny about one known file, test_library about linking, the others about scripts:
-# sanitizers could find nothing.
-UNSEEN     = test_course test_exercises test_export test_get test_library test_report test_teach test_tiny
+# test_export is about Python, test_tiny about one known file, test_library about linking, test_docs about pages, the
+# others about scripts: sanitizers could find nothing.
+UNSEEN     = test_course test_docs test_exercises test_export test_get test_library test_report test_teach test_tiny
 SUITES     = $(filter-out $(if $(MHD),,$(SERVING)) $(if $(SANITIZE),$(UNSEEN)),$(UNITS))
 # A suite in a shared program is PROGRAM:SUITE. The longest come first.
 SHARED_BY  = $(patsubst %,$(T)/suites_$(1):%,$(filter $(2),$(SUITES)))

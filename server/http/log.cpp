@@ -2,6 +2,7 @@
 #include "base/error.h"
 #include "server/http/log.h"
 #include <algorithm>
+#include <cerrno>
 #include <climits>
 #include <poll.h>
 #include <unistd.h>
@@ -49,10 +50,14 @@ void Log::write_all() {
     }
 }
 
-bool Log::put(const std::string& some) {
-    for (pollfd out = {to, POLLOUT, 0}; poll(&out, 1, closing ? 10 : 100) == 0;)
-        if (closing && seconds() > end) return false;
-    (void)!::write(to, some.data(), some.size());
+bool Log::put(std::string_view rest) {
+    while (!rest.empty()) {
+        for (pollfd out = {to, POLLOUT, 0}; poll(&out, 1, closing ? 10 : 100) == 0;)
+            if (closing && seconds() > end) return false;
+        const ssize_t taken = ::write(to, rest.data(), rest.size());
+        if (taken >= 0) rest.remove_prefix((size_t)taken);
+        else if (errno != EINTR && errno != EAGAIN) return true; // lost: a full disk, or no reader
+    }
     return true;
 }
 

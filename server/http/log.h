@@ -7,6 +7,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 
 namespace server {
@@ -33,7 +34,7 @@ struct Log {
     std::thread thread;
 
     void write_all();
-    bool put(const std::string& some); // a ready pipe takes PIPE_BUF bytes at once
+    bool put(std::string_view rest); // (a ready pipe takes PIPE_BUF bytes at once; a socket, a terminal maybe fewer)
 };
 
 } // namespace server

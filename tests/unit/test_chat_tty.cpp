@@ -423,7 +423,7 @@ TEST_CASE("keys typed during an answer are not shown in it; each line that waits
         INFO(kind);
         bool caught = false; // the program is stopped meanwhile, so that the answer cannot end before they are typed
         for (int i = 0; i < 10 && !caught; i++) {
-            Terminal t({"-s", "1", "-n", "600", "-t", "0", "--presence-penalty", "-100"}, kind);
+            Terminal t({"-s", "1", "-n", "300", "-t", "0", "--presence-penalty", "-100"}, kind);
             t.type("eins\r");
             t.wait([&] { return t.fresh.size() > 100; });
             REQUIRE(kill(t.pid, SIGSTOP) == 0);

@@ -582,6 +582,8 @@ TEST_CASE("--synthesize: a shape becomes a model, the same for the same seed") {
     full.file_limit = 100000;
     check_refused({"--synthesize", s / "c.json", s / "new"}, s / "new: File too large", full);
     check_refused({"--synthesize", s / "c.json"}, "--synthesize needs a value");
+    check_refused({"--synthesize", s / "c.json", "-s", "3", s / "new"}, "--synthesize SIZE OUT.bin: both values come before -s");
+    check_refused({"--synthesize", "--threads=1", s / "c.json", s / "new"}, "both values come before --threads=1");
     CHECK(s.count() == files); // not a byte is left
 }
 
@@ -963,7 +965,7 @@ static std::string mutated(std::string bytes, size_t head, std::mt19937_64& rand
     return bytes;
 }
 
-TEST_CASE("400 mutations of a model and 400 of a tokenizer: an answer or one line, never a signal") {
+TEST_CASE("150 mutations of a model and 150 of a tokenizer: an answer or one line, never a signal") {
     const std::string model = read_file(TINY), vocabulary = read_file(VOCABULARY);
     uint64_t header;
     memcpy(&header, model.data(), 8);
@@ -978,7 +980,7 @@ TEST_CASE("400 mutations of a model and 400 of a tokenizer: an answer or one lin
         else refused++;
         CHECK((r.status == 0 || (r.status == 1 && r.out == "" && bad_message(r.err) == "")));
     };
-    for (int i = 0; i < 400; i++) { // two programs side by side
+    for (int i = 0; i < 150; i++) { // two programs side by side (fuzz_model and fuzz_tokenizer_file go on)
         const MemoryFile a(mutated(model, 8 + header, random)), b(mutated(vocabulary, 200, random));
         auto ask = [](const std::string& m, const std::string& z) {
             return Strings{m, "-z", z, "-i", "Hello, 世界! <|im_end|>", "-n", "2", "-s", "1", "-j", "1"};
@@ -987,6 +989,6 @@ TEST_CASE("400 mutations of a model and 400 of a tokenizer: an answer or one lin
         judge(first, format("model %d", i));
         judge(second, format("tokenizer %d", i));
     }
-    CHECK(answered > 50); // both ends are reached
+    CHECK(answered > 15); // both ends are reached
     CHECK(refused > 50);
 }

@@ -35,11 +35,18 @@ static std::vector<fs::path> our_files() {
     return all;
 }
 
+// A regular expression, built once: that takes far longer than to match a line.
+static const std::regex& regex(const std::string& pattern) {
+    static std::map<std::string, std::regex> known;
+    auto at = known.find(pattern);
+    if (at == known.end()) at = known.emplace(pattern, std::regex(pattern)).first;
+    return at->second;
+}
+
 // The matches of `pattern` in the text, or of its first group.
 static Strings matches(const std::string& text, const char* pattern) {
-    const std::regex regex(pattern);
     Strings all;
-    for (std::sregex_iterator i(text.begin(), text.end(), regex), end; i != end; ++i)
+    for (std::sregex_iterator i(text.begin(), text.end(), regex(pattern)), end; i != end; ++i)
         all.push_back((*i)[i->size() > 1]);
     return all;
 }
@@ -55,7 +62,7 @@ static Strings code_lines(const std::string& page) {
             continue;
         }
         if (!inside) continue;
-        line = std::regex_replace(before + line, std::regex("(^|\\s+)#.*"), "");
+        line = std::regex_replace(before + line, regex("(^|\\s+)#.*"), "");
         before = line.size() && line.back() == '\\' ? line.substr(0, line.size() - 1) : "";
         if (before.empty()) all.push_back(line);
     }
@@ -81,7 +88,7 @@ static const std::map<std::string, std::set<std::string>>& options() {
             REQUIRE(r.status == 0);
             for (auto& line : lines(r.out)) {
                 std::smatch found;
-                if (std::regex_search(line, found, std::regex("^ +(-[A-Za-z], )?(--[a-z][a-z0-9-]*)"))) {
+                if (std::regex_search(line, found, regex("^ +(-[A-Za-z], )?(--[a-z][a-z0-9-]*)"))) {
                     all[name].insert(found[2]);
                     if (found[1].matched) all[name].insert(found[1].str().substr(0, 2));
                 }
@@ -108,7 +115,7 @@ static const std::map<std::string, std::set<std::string>>& options() {
 // The commands in a line of a shell: those between && ; | and the like, as words; without what is in quotes.
 static std::vector<Strings> commands(const std::string& line) {
     std::vector<Strings> all;
-    const std::string bare = std::regex_replace(line, std::regex("\"[^\"]*\"|'[^']*'"), "TEXT");
+    const std::string bare = std::regex_replace(line, regex("\"[^\"]*\"|'[^']*'"), "TEXT");
     for (auto& part : matches(bare, "[^&;|()]+")) all.push_back(matches(part, "[^\\s]+"));
     return all;
 }
@@ -175,6 +182,7 @@ static std::string anchor(const std::string& heading) {
 }
 
 TEST_CASE("docs: links lead somewhere, and pages list their own sections") {
+    std::map<fs::path, std::set<std::string>> known; // the anchors of a page
     for (auto& page : pages()) {
         const std::string text = read(page);
         for (auto& target : matches(text, "\\]\\(([^)]+)\\)")) {
@@ -184,8 +192,9 @@ TEST_CASE("docs: links lead somewhere, and pages list their own sections") {
             const fs::path file = hash ? page.parent_path() / target.substr(0, hash) : page;
             CHECK(fs::exists(file));
             if (hash == target.size() || !fs::exists(file)) continue;
-            std::set<std::string> anchors;
-            for (auto& heading : matches(read(file), "(?:^|\n)#+ ([^\n]+)")) anchors.insert(anchor(heading));
+            std::set<std::string>& anchors = known[file.lexically_normal()];
+            if (anchors.empty())
+                for (auto& heading : matches(read(file), "(?:^|\n)#+ ([^\n]+)")) anchors.insert(anchor(heading));
             CHECK(anchors.count(target.substr(hash + 1)) == 1);
         }
         const Strings sections = matches(text, "\n## ([^\n]+)");
@@ -201,11 +210,11 @@ TEST_CASE("docs: files of the repository that are named are there") {
     const std::set<std::string> elsewhere = {"doctest/doctest.h", "stdio.h", "llama.cpp", "mine.cpp",
                                              "build/qwen3_single.cu"}; // (make single)
     for (auto& page : pages()) {
-        const std::string text = std::regex_replace(read(page), std::regex("https?://[^\\s)`]+"), "");
+        const std::string text = std::regex_replace(read(page), regex("https?://[^\\s)`]+"), "");
         for (auto& word : matches(text, "[A-Za-z0-9_./-]+")) {
             const std::string name = word.compare(0, 2, "./") == 0 ? word.substr(2) : word;
             if (elsewhere.count(name)) continue;
-            if (std::regex_match(name, std::regex("(tests|docs|data|lab)/.*|.*\\.(cu|cpp|h|py|sh)"))) {
+            if (std::regex_match(name, regex("(tests|docs|data|lab)/.*|.*\\.(cu|cpp|h|py|sh)"))) {
                 INFO(page.string() << ": " << name);
                 const bool built = fs::exists(name + ".cu"); // lab/matmul
                 const bool beside = fs::exists(page.parent_path() / name);
@@ -262,7 +271,7 @@ static std::vector<Strings> rows(const std::string& page) {
     std::vector<Strings> all;
     for (auto& line : lines(page)) {
         if (line.empty() || line[0] != '|' || line.compare(0, 4, "|---") == 0) continue;
-        all.push_back(matches(std::regex_replace(line, std::regex("\\\\\\|"), "/"), "[^|]+"));
+        all.push_back(matches(std::regex_replace(line, regex("\\\\\\|"), "/"), "[^|]+"));
     }
     return all;
 }
@@ -301,7 +310,7 @@ TEST_CASE("docs: the messages in troubleshooting.md are what the programs say") 
     for (auto& row : rows(read("docs/troubleshooting.md")))
         for (auto& span : matches(row[0], "`([^`]+)`"))
             for (auto& piece : matches(span, "(?:[^\xe2]|\xe2(?!\x80\xa6))+")) { // between one … and the next
-                const std::string text = std::regex_replace(piece, std::regex("^\x80\xa6"), "");
+                const std::string text = std::regex_replace(piece, regex("^\x80\xa6"), "");
                 if (text.size() < 6 || of_others.count(text)) continue;
                 INFO("no program says: " << text);
                 CHECK(all.find(text) != all.npos);
@@ -328,7 +337,7 @@ TEST_CASE("docs: the Chinese pages have the English ones' rows and commands") {
     const std::string readme = read("README.md"), translated = read("README.zh.md");
     auto commands_of = [](const std::string& page) { // questions and addresses differ
         Strings all = code_lines(page);
-        for (auto& line : all) line = std::regex_replace(line, std::regex("\"[^\"]*\""), "TEXT");
+        for (auto& line : all) line = std::regex_replace(line, regex("\"[^\"]*\""), "TEXT");
         return all;
     };
     CHECK(commands_of(readme) == commands_of(translated));
@@ -352,7 +361,7 @@ static std::string prose(const std::string& page) {
     bool inside = false;
     for (auto& line : lines(page)) {
         const bool fence = line.compare(0, 3, "```") == 0;
-        if (!fence && !inside) all += std::regex_replace(line, std::regex("\\]\\([^)]*\\)"), "]") + "\n";
+        if (!fence && !inside) all += std::regex_replace(line, regex("\\]\\([^)]*\\)"), "]") + "\n";
         inside ^= fence;
     }
     return all;
@@ -362,8 +371,8 @@ static std::string prose(const std::string& page) {
 static std::set<std::string> bare_lines(const std::string& page) {
     std::set<std::string> all;
     for (auto& line : code_lines(page)) {
-        const std::string quoted = std::regex_replace(line, std::regex("\"[^\"]*\"|'[^']*'"), "TEXT");
-        all.insert(std::regex_replace(quoted, std::regex("^\\s+|\\s+$"), ""));
+        const std::string quoted = std::regex_replace(line, regex("\"[^\"]*\"|'[^']*'"), "TEXT");
+        all.insert(std::regex_replace(quoted, regex("^\\s+|\\s+$"), ""));
     }
     return all;
 }
@@ -415,7 +424,7 @@ TEST_CASE("docs: the README is short, and counts our lines") {
         if (file.extension() != ".py") actual += lines(read(file)).size();
     const Strings said = matches(text, "([0-9,]+) of C\\+\\+ and CUDA");
     REQUIRE(said.size() == 1);
-    const double figure = std::stod(std::regex_replace(said[0], std::regex(","), ""));
+    const double figure = std::stod(std::regex_replace(said[0], regex(","), ""));
     INFO("the README says " << figure << " lines, there are " << actual);
     CHECK(std::abs(figure - (double)actual) < 0.1 * (double)actual);
 }

@@ -24,6 +24,7 @@ static const Strings FORMATS = {"int4", "int8", "fp8"};
 
 TEST_CASE("adapters on packed models in bf16: each gradient is as near to the truth on the same numbers as PyTorch's bf16, or nearer") {
     const Scratch s;
+    const Tensor64 other = whole_gradients<float>(Context(), false, TINY); // (the test sees that the weights are others)
     for (auto& format : FORMATS) {
         CAPTURE(format);
         const std::string model = quantized_tiny(s, format);
@@ -33,7 +34,6 @@ TEST_CASE("adapters on packed models in bf16: each gradient is as near to the tr
         const Tensor64 truth = whole_gradients<float>(Context(), false, model);
         no_worse_than_pytorch(distances(whole_gradients<bf16>(Context(), false, model), truth, truth), false);
         no_worse_than_pytorch(distances(whole_gradients<bf16>(plain, false, model), truth, truth), false);
-        const Tensor64 other = whole_gradients<float>(Context(), false, TINY); // (the test sees that the weights are others)
         CHECK(distances(other, truth, truth).at("all") > (format == "int4" ? 0.05 : 0.002));
     }
 }

@@ -27,6 +27,7 @@
 #include "tests/workload.h"
 #include <algorithm>
 #include <cmath>
+#include <fcntl.h>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -34,6 +35,7 @@
 #include <set>
 #include <string>
 #include <sys/resource.h>
+#include <termios.h>
 #include <thread>
 #include <vector>
 
@@ -2005,6 +2007,28 @@ TEST_CASE("the log holds nobody up at the end: what stdout does not take within 
     }
     char some[1000];
     CHECK(read(ends[0], some, sizeof some) == 500);
+    close(ends[0]), close(ends[1]);
+}
+
+TEST_CASE("the log writes whole lines to a terminal that takes a part of them at a time") {
+    int ends[2] = {posix_openpt(O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC), -1};
+    REQUIRE((ends[0] >= 0 && grantpt(ends[0]) == 0 && unlockpt(ends[0]) == 0));
+    REQUIRE((ends[1] = open(ptsname(ends[0]), O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC)) >= 0);
+    termios raw;
+    tcgetattr(ends[1], &raw), cfmakeraw(&raw), tcsetattr(ends[1], TCSANOW, &raw);
+    std::string wanted, said;
+    for (int i = 0; i < 20000; i++) wanted += format("line %d\n", i);
+    {
+        Log log(ends[1]);
+        for (auto& line : lines(wanted)) log.write(line + "\n");
+        for (const double start = seconds(); said.size() < wanted.size() && seconds() - start < 10;) {
+            char some[4096];
+            const ssize_t n = read(ends[0], some, sizeof some);
+            if (n > 0) said.append(some, (size_t)n);
+            else usleep(100);
+        }
+    }
+    CHECK((said == wanted)); // (not shown)
     close(ends[0]), close(ends[1]);
 }
 
