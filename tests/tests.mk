@@ -35,8 +35,7 @@ OPT_CPU    = -O2
 OPT_HOT    = -O1
 $(B)/text.o: private OPT = -O2
 endif
-TESTSAN    = $(SAN)
-TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -include $(T)/std.h -MMD -MP
+TEST       = $(CXX) -x c++ $(CPUFLAGS) $(TESTOPT) $(SAN) -include $(T)/std.h -MMD -MP
 # test_export is about Python, test_tiny about one known file, test_library about linking, test_docs about pages, the
 # others about scripts: sanitizers could find nothing.
 UNSEEN     = test_course test_docs test_exercises test_export test_get test_library test_report test_teach test_tiny
@@ -53,10 +52,10 @@ $(T)/std.h: $(B)/command
 	@mkdir -p $(T); { printf '\043include <%s>\n' $(STD) doctest/doctest.h; } > $@
 TEST_PCH   = $(T)/std.h.$(if $(findstring clang,$(MODE)),pch,gch)
 $(TEST_PCH): $(T)/std.h
-	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(TESTOPT) $(TESTSAN) $< -o $@
+	$(Q)$(CXX) -x c++-header $(CPUFLAGS) $(TESTOPT) $(SAN) $< -o $@
 $(T)/main.o $(T)/numbers.o: $(T)/%.o: tests/%.cpp $(B)/command
 	@mkdir -p $(T)
-	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -MMD -MP -c $< -o $@
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -MMD -MP -c $< -o $@
 $(T)/numbers.o: TESTOPT = -O2
 $(T)/%.o: tests/unit/%.cpp $(TEST_PCH)
 	@echo "$(notdir $(CXX))  $<"
@@ -86,7 +85,7 @@ $(SHARED:%=$(T)/suites_%) $(ALONE:%=$(T)/%): %: %.o $(T)/main.o $(T)/double.a $(
 $(patsubst %,$(T)/%.o,$(filter-out test_datagen,$(ALONE))): TESTOPT = -Og
 $(ALONE:%=$(T)/%.o): $(T)/%.o: tests/unit/%.cpp $(B)/command
 	@mkdir -p $(T); echo "$(notdir $(CXX))  $<"
-	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(TESTSAN) -MMD -MP -c $< -o $@
+	$(Q)$(CXX) $(CPUFLAGS) $(TESTOPT) $(SAN) -MMD -MP -c $< -o $@
 $(T)/library_c: tests/unit/test_library.c qwen3.h $(B)/libqwen3.so
 	$(Q)$(CC) -std=c99 -Wall -Wextra -Werror -I. $< -o $@ -L$(B) -lqwen3 -Wl,-rpath,$(abspath $(B)) -lm -lpthread
 
